@@ -1,0 +1,69 @@
+"""What the core loop asks of a device, and how one is chosen.
+
+Imports no torch, so that a process with the simulated device never loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from paceline_engine.config import EngineConfig
+from paceline_engine.core.outputs import SampledToken, StepPlan
+from paceline_engine.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from paceline_engine.core.kv_manager import SequenceStore
+
+
+class Backend(Protocol):
+    """A device with the model loaded and `num_blocks` KV blocks allocated. Calls come from one thread, in order."""
+
+    def execute(self, plan: StepPlan) -> Sequence[SampledToken]:
+        """Run one step; one SampledToken for each scheduled request with `sample`.
+
+        Trouble with one request is that request's `error`; an exception means that the device can't go on.
+        """
+        ...
+
+    @property
+    def kv_store(self) -> SequenceStore | None:
+        """Where preempted sequences' KV goes; None if it is recomputed."""
+        ...
+
+    @property
+    def kv_store_bytes(self) -> int:
+        """Bytes the store holds now."""
+        ...
+
+
+def create_backend(
+    config: EngineConfig,
+    model: ModelConfig,
+    weight_files: Sequence[Path],
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    namespace_digest: str,
+) -> Backend:
+    """The backend that `config.device` names, loaded; "auto" is the CPU."""
+    if config.device == "simulated":
+        from paceline_engine.backends.simulated import SimulatedBackend
+
+        return SimulatedBackend(
+            vocab_size=model.vocab_size,
+            seed=config.seed,
+            alpha_ms=config.simulated_alpha_ms,
+            beta_ms=config.simulated_beta_ms,
+        )
+    from paceline_engine.backends.cpu import CpuBackend
+
+    return CpuBackend(
+        config,
+        model,
+        weight_files,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        namespace_digest=namespace_digest,
+    )

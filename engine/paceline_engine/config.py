@@ -1,0 +1,68 @@
+"""The core process's configuration: one frozen record, checked where it is made.
+
+Imports neither torch nor HTTP: the API process builds it, the core process reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+DEVICES = ("auto", "cpu", "simulated")
+DTYPES = ("float32", "bfloat16")
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
+MIB = 1024 * 1024
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the core process needs to know.
+
+    model_dir: converted model folder. dtype: of weights, activations and KV. max_model_len: prompt plus output in
+    tokens; None is what the model and the KV cache allow. max_num_seqs: running requests. max_num_batched_tokens: tokens
+    of one step. prefill_chunk_tokens: one request's share of a step. block_size: tokens of a KV block. kv_cache_bytes:
+    the block pool. kv_store_bytes: memory for preempted sequences' KV; 0 recomputes it. The simulated device holds no
+    KV, so it always recomputes. max_num_waiting: queued requests.
+    seed: of the simulated device's tokens. A simulated step takes simulated_alpha_ms + simulated_beta_ms * tokens.
+    """
+
+    model_dir: str
+    device: Literal["auto", "cpu", "simulated"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 1024
+    prefill_chunk_tokens: int = 256
+    block_size: int = 16
+    kv_cache_bytes: int = 256 * MIB
+    kv_store_bytes: int = 256 * MIB
+    max_num_waiting: int = 1024
+    seed: int = 0
+    simulated_alpha_ms: float = 8.0
+    simulated_beta_ms: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_chunk_tokens",
+            "block_size",
+            "kv_cache_bytes",
+            "max_num_waiting",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("kv_store_bytes", "simulated_alpha_ms", "simulated_beta_ms"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2 tokens, not {self.max_model_len}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one weight, activation or KV element."""
+        return BYTES_PER_ELEMENT[self.dtype]

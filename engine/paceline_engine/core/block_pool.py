@@ -1,0 +1,151 @@
+"""Physical KV blocks: who holds which, and in which order free ones are handed out.
+
+Free blocks form an intrusive doubly linked list, so taking one, returning one and taking one out of the middle are all
+O(1). Returned blocks go to the back: the block that was freed longest ago is reused first. The pool knows block ids,
+never their contents, and imports neither tensors nor a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class BlockPoolError(RuntimeError):
+    """The pool's books don't balance, or a caller broke its contract. Always a programming error."""
+
+
+class Block:
+    """One physical block. `prev` and `next` are set exactly while the block is free."""
+
+    __slots__ = ("block_id", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+
+class FreeList:
+    """Doubly linked list of free blocks between two sentinels, which spare every end-of-list case."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._head = Block(-1)
+        self._tail = Block(-1)
+        self._head.next = self._tail
+        self._tail.prev = self._head
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: Block) -> None:
+        """Put a block at the back: it is reused last."""
+        last = self._tail.prev
+        assert last is not None
+        last.next = block
+        block.prev = last
+        block.next = self._tail
+        self._tail.prev = block
+        self._length += 1
+
+    def remove(self, block: Block) -> None:
+        """Take a free block out, wherever it stands."""
+        if block.prev is None or block.next is None:
+            raise BlockPoolError(f"block {block.block_id} isn't in the free list")
+        block.prev.next = block.next
+        block.next.prev = block.prev
+        block.prev = block.next = None
+        self._length -= 1
+
+    def pop_front(self) -> Block:
+        """Take the block that has been free longest."""
+        first = self._head.next
+        if first is None or first is self._tail:
+            raise BlockPoolError("no free block")
+        self.remove(first)
+        return first
+
+    def block_ids(self) -> list[int]:
+        """Ids from front to back, read by walking the links (for checks and tests; O(free blocks))."""
+        ids: list[int] = []
+        node = self._head.next
+        while node is not None and node is not self._tail:
+            ids.append(node.block_id)
+            node = node.next
+        return ids
+
+
+class BlockPool:
+    """`num_blocks` blocks with reference counts.
+
+    order: the order in which the ids are first handed out; None is ascending. Physical ids carry no meaning, and tests
+    permute them to prove it.
+    """
+
+    def __init__(self, num_blocks: int, order: Sequence[int] | None = None) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a block pool needs at least one block, not {num_blocks}")
+        ids = list(range(num_blocks)) if order is None else list(order)
+        if sorted(ids) != list(range(num_blocks)):
+            raise ValueError(f"order must be a permutation of range({num_blocks})")
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free = FreeList(self._blocks[block_id] for block_id in ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, free or held."""
+        return len(self._blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Ids of `count` blocks, each now held once. Raises BlockPoolError, taking none, if fewer are free."""
+        if count > len(self._free):
+            raise BlockPoolError(f"{count} blocks wanted, {len(self._free)} free")
+        ids: list[int] = []
+        for _ in range(count):
+            block = self._free.pop_front()
+            block.ref_count = 1
+            ids.append(block.block_id)
+        return ids
+
+    def share(self, block_id: int) -> None:
+        """One more holder of a block, held or free; a free one leaves the free list."""
+        block = self._blocks[block_id]
+        if block.ref_count == 0:
+            self._free.remove(block)
+        block.ref_count += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """One holder fewer of each block, in the order given; those without holders become free."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.ref_count < 1:
+                raise BlockPoolError(f"block {block_id} released but nobody holds it")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free.append(block)
+
+    def ref_count(self, block_id: int) -> int:
+        """How many holders a block has."""
+        return self._blocks[block_id].ref_count
+
+    def check_integrity(self) -> None:
+        """Raise BlockPoolError unless free + held = total and the free list holds each unheld block once."""
+        free = self._free.block_ids()
+        held = sum(1 for block in self._blocks if block.ref_count > 0)
+        if len(free) != len(self._free) or len(free) + held != len(self._blocks):
+            raise BlockPoolError(
+                f"{len(free)} blocks linked as free ({len(self._free)} counted) + {held} held != {len(self._blocks)}"
+            )
+        if len(set(free)) != len(free):
+            raise BlockPoolError("a block is in the free list twice")
+        for block_id in free:
+            if self._blocks[block_id].ref_count != 0:
+                raise BlockPoolError(f"block {block_id} is free and held {self._blocks[block_id].ref_count} times")

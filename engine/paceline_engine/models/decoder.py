@@ -1,0 +1,66 @@
+"""A Llama-family decoder driven by `ModelConfig` alone, over a flat batch of tokens.
+
+Prefill and decode tokens of all sequences stand in one row of tokens; only attention knows where sequences begin, and
+it is passed in, so the same decoder runs on any paged KV layout. Imports no transformers: what it computes is checked
+against transformers token by token in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.layers import LayerWeights, load_layer, project_qkv, rms_norm, swiglu
+from paceline_engine.models.rope import RotaryEmbedding
+from paceline_engine.models.weights import WeightFiles
+
+
+class Attention(Protocol):
+    """Writes keys and values of the batch to a layer's KV and attends over each token's own context."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> like query."""
+        ...
+
+
+class Decoder:
+    """Weights and forward pass. Not a torch module: nothing here trains, moves or is looked up by name."""
+
+    def __init__(
+        self, config: ModelConfig, weight_files: Sequence[Path], *, max_model_len: int, dtype: torch.dtype
+    ) -> None:
+        self.config = config
+        weights = WeightFiles(weight_files, dtype)
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = weights.take("model.embed_tokens.weight", *shape)
+        self._layers: list[LayerWeights] = [load_layer(weights, config, index) for index in range(config.num_layers)]
+        self._norm = weights.take("model.norm.weight", config.hidden_size)
+        tied = config.tie_word_embeddings
+        self._head = self._embedding if tied else weights.take("lm_head.weight", *shape)
+        self._rotary = RotaryEmbedding(config, max_model_len, dtype)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_rows: torch.Tensor,
+        attention: Attention,
+    ) -> torch.Tensor:
+        """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens]."""
+        config, eps = self.config, self.config.rms_norm_eps
+        hidden = F.embedding(token_ids, self._embedding)
+        cos, sin = self._rotary.at(positions)
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(hidden, layer.input_norm, eps)
+            query, key, value = project_qkv(normed, layer, config, cos, sin)
+            attended = attention(index, query, key, value).reshape(hidden.shape[0], -1)
+            hidden = hidden + F.linear(attended, layer.output, layer.output_bias)
+            hidden = hidden + swiglu(rms_norm(hidden, layer.post_norm, eps), layer)
+        last = rms_norm(hidden[logits_rows], self._norm, eps)
+        return F.linear(last, self._head).float()

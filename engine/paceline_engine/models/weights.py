@@ -1,0 +1,48 @@
+"""Checkpoint tensors by name, straight from memory-mapped safetensors files.
+
+A mapped tensor costs no copy and its pages are shared by all engines on a machine; only what must be fused or converted
+is copied. Imports no model code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+
+class WeightsError(ValueError):
+    """A checkpoint can't be used; the message says which file or tensor and why."""
+
+
+class WeightFiles:
+    """All tensors of a checkpoint's safetensors files, converted to `dtype` when taken."""
+
+    def __init__(self, files: Sequence[Path], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._file_of: dict[str, Any] = {}
+        if not files:
+            raise WeightsError("the model folder has no *.safetensors file")
+        for path in files:
+            try:
+                handle = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"can't read weights from {path}: {error}") from error
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle isn't iterable
+                self._file_of[name] = handle
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name`, which must have `shape`; a view of the file unless its dtype differs."""
+        handle = self._file_of.get(name)
+        if handle is None:
+            raise WeightsError(f"the checkpoint has no tensor {name!r}")
+        tensor: torch.Tensor = handle.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise WeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration implies {shape}")
+        return tensor.to(self._dtype)

@@ -1,0 +1,231 @@
+"""Tiny random Llama-family checkpoints, the transformers reference for them, and a loop that drives the real core."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline_engine.backends.cpu_attention import PagedKV
+from paceline_engine.core.block_pool import BlockPool
+from paceline_engine.core.kv_manager import KVManager, SequenceStore
+from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
+from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
+from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.decoder import Decoder
+from paceline_engine.runner import ModelRunner
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 96
+
+
+@dataclass
+class Checkpoint:
+    """A model in both worlds: our config and files, and transformers' model."""
+
+    config: ModelConfig
+    files: list[Path]
+    reference: Any
+
+    def reference_tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Greedy continuation by transformers, with its own cache."""
+        from transformers import DynamicCache
+
+        # The argument was renamed within transformers 5.
+        parameters = inspect.signature(type(self.reference).forward).parameters
+        cache = {"cache" if "cache" in parameters else "past_key_values": DynamicCache()}
+        tokens: list[int] = []
+        ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            for _ in range(count):
+                result = self.reference(input_ids=ids, use_cache=True, **cache)
+                ids = result.logits[:, -1:].argmax(-1)
+                tokens.append(int(ids))
+        return tokens
+
+
+@dataclass
+class Loop:
+    """Scheduler and runner, stepped to the end with every invariant checked after each step."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, RequestOutput] = field(default_factory=dict)
+    before_step: Callable[[], None] = lambda: None
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
+        message = AddRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params)
+        refused = self.scheduler.add(message)
+        if refused is not None:
+            self._record(refused)
+
+    def _record(self, output: RequestOutput) -> None:
+        assert output.request_id not in self.finished, "an output after the terminal one"
+        self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if output.finish_reason is not None:
+            self.finished[output.request_id] = output
+
+    def step(self) -> None:
+        self.before_step()
+        plan = self.scheduler.schedule()
+        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        for output in self.scheduler.update(plan, self.runner.execute(plan)):
+            self._record(output)
+        self.scheduler.check_integrity()
+
+    def run(self, max_steps: int = 2000) -> dict[str, list[int]]:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                pool = self.scheduler.kv.pool
+                assert pool.num_free_blocks == pool.num_blocks
+                return self.tokens
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps")
+
+
+def make_loop(
+    checkpoint: Checkpoint,
+    *,
+    num_blocks: int = 256,
+    block_size: int = BLOCK_SIZE,
+    max_num_seqs: int = 40,
+    max_num_batched_tokens: int = 64,
+    prefill_chunk_tokens: int = 16,
+    max_model_len: int = MAX_MODEL_LEN,
+    order: Sequence[int] | None = None,
+    make_store: Callable[[PagedKV], SequenceStore] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Loop:
+    """The real scheduler, runner and decoder over one pool."""
+    kv = PagedKV(checkpoint.config, num_blocks, block_size, dtype)
+    decoder = Decoder(checkpoint.config, checkpoint.files, max_model_len=max_model_len, dtype=dtype)
+    runner = ModelRunner(decoder, kv, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    manager = KVManager(BlockPool(num_blocks, order), block_size, make_store(kv) if make_store else None)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        max_model_len=max_model_len,
+    )
+    return Loop(Scheduler(config, manager, checkpoint.config.eos_token_ids), runner)
+
+
+def random_prompts(count: int, vocab_size: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "gqa-tied": {"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "mha-untied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "mqa-wide-heads": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24},
+    "bias": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
+    "linear-rope": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0},
+    },
+    "llama3-rope": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen3-qk-norm": {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+}
+
+
+def build_checkpoint(folder: Path, geometry: dict[str, Any]) -> Checkpoint:
+    """A random checkpoint saved by transformers, reloaded as its reference."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    options = {
+        "vocab_size": 199,
+        "hidden_size": 48,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        # Large enough that tokens differ from step to step; the default's logits are nearly flat.
+        "initializer_range": 0.3,
+        **geometry,
+    }
+    qwen = options.pop("model_type", "llama") == "qwen3"
+    torch.manual_seed(1234)
+    hf_config = (Qwen3Config if qwen else LlamaConfig)(**options)
+    reference = (Qwen3ForCausalLM if qwen else LlamaForCausalLM)(hf_config).eval()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    reference.save_pretrained(folder)
+    rope = dict(hf_config.rope_parameters)
+    config = ModelConfig(
+        architecture="qwen3" if qwen else "llama",
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hf_config.hidden_size,
+        intermediate_size=hf_config.intermediate_size,
+        num_layers=hf_config.num_hidden_layers,
+        num_heads=hf_config.num_attention_heads,
+        num_kv_heads=hf_config.num_key_value_heads,
+        head_dim=hf_config.head_dim,
+        max_position_embeddings=hf_config.max_position_embeddings,
+        rms_norm_eps=hf_config.rms_norm_eps,
+        rope_theta=rope.pop("rope_theta"),
+        rope_scaling=rope,
+        tie_word_embeddings=hf_config.tie_word_embeddings,
+        attention_bias=hf_config.attention_bias,
+        qk_norm=qwen,
+    )
+    return Checkpoint(config, sorted(folder.glob("*.safetensors")), reference)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Checkpoints by geometry name, each built once a session."""
+    built: dict[str, Checkpoint] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in built:
+            built[name] = build_checkpoint(tmp_path_factory.mktemp(name), GEOMETRIES[name])
+        return built[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny(checkpoints: Callable[[str], Checkpoint]) -> Checkpoint:
+    """The grouped-query, tied-embedding model: the geometry of SmolLM2 in small."""
+    return checkpoints("gqa-tied")
+
+
+@pytest.fixture(scope="session")
+def new_loop() -> Callable[..., Loop]:
+    """`make_loop`, as a fixture because test folders are no packages."""
+    return make_loop
+
+
+@pytest.fixture(scope="session")
+def prompts_for() -> Callable[..., list[list[int]]]:
+    """`random_prompts`."""
+    return random_prompts
