@@ -1,0 +1,1 @@
+"""Checkpoints and architectures: readers of weight files and the config-driven decoder."""

@@ -1,0 +1,1 @@
+"""The engine's API process: OpenAI endpoints, streaming, admission. Never imports torch."""

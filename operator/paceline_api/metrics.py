@@ -1,0 +1,155 @@
+"""The one catalogue of metrics: name, type, labels, unit, buckets and help.
+
+Code creates instruments from it, documentation, dashboards and rules are checked against it, and tests compare it with
+a live scrape. Own names start with `paceline_`; engines also emit the `vllm:` names that existing tools query. `tenant`
+is a label on router counters and two router histograms only, with configured names. Pure: no prometheus import here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MetricType(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric family. Counters are named without `_total`, which the exposition adds."""
+
+    name: str
+    type: MetricType
+    help: str
+    unit: str = ""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed_name(self) -> str:
+        return f"{self.name}_total" if self.type is MetricType.COUNTER else self.name
+
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TPOT_BUCKETS = (
+    0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+    7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+LATENCY_BUCKETS = (
+    0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+TOKEN_BUCKETS = (
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    50.0,
+    100.0,
+    200.0,
+    500.0,
+    1000.0,
+    2000.0,
+    5000.0,
+    10000.0,
+    20000.0,
+    50000.0,
+)
+
+_C, _G, _H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
+_MODEL = ("model_name",)
+_VLLM = ("model_name", "engine")
+
+ENGINE = (
+    Metric(name="paceline_engine_requests_running", type=_G, labels=_MODEL, help="Requests with blocks on the device."),
+    Metric(name="paceline_engine_requests_waiting", type=_G, labels=_MODEL, help="Accepted requests without blocks."),
+    Metric(name="paceline_engine_kv_blocks", type=_G, labels=_MODEL, help="KV blocks in the pool."),
+    Metric(name="paceline_engine_kv_blocks_free", type=_G, labels=_MODEL, help="KV blocks that no request holds."),
+    Metric(name="paceline_engine_preemptions", type=_C, labels=_MODEL, help="Requests that lost their blocks."),
+    Metric(name="paceline_engine_kv_offloaded_sequences", type=_C, labels=_MODEL,
+           help="Preempted sequences whose KV went to the memory tier."),
+    Metric(name="paceline_engine_kv_restored_sequences", type=_C, labels=_MODEL,
+           help="Preempted sequences whose KV came back from the memory tier."),
+    Metric(name="paceline_engine_kv_store_bytes", type=_G, unit="bytes", labels=_MODEL,
+           help="Bytes in the engine's memory tier."),
+    Metric(name="paceline_engine_steps", type=_C, labels=_MODEL, help="Scheduler steps that ran a batch."),
+    Metric(name="paceline_engine_scheduled_tokens", type=_C, labels=_MODEL, help="Tokens computed over all steps."),
+    Metric(name="paceline_engine_step_seconds", type=_C, unit="seconds", labels=_MODEL, help="Time spent in steps."),
+    Metric(name="paceline_engine_requests", type=_C, labels=("model_name", "finish_reason"),
+           help="Requests that ended, by how."),
+    Metric(name="paceline_engine_requests_rejected", type=_C, labels=("model_name", "reason"),
+           help="Requests refused before they were accepted."),
+    Metric(name="paceline_engine_prompt_tokens", type=_C, labels=_MODEL, help="Prompt tokens of accepted requests."),
+    Metric(name="paceline_engine_generation_tokens", type=_C, labels=_MODEL, help="Tokens delivered."),
+    Metric(name="paceline_engine_time_to_first_token_seconds", type=_H, unit="seconds", labels=_MODEL,
+           buckets=TTFT_BUCKETS, help="From arrival to the first token."),
+    Metric(name="paceline_engine_inter_token_latency_seconds", type=_H, unit="seconds", labels=_MODEL,
+           buckets=TPOT_BUCKETS, help="Gap between tokens of one request."),
+    Metric(name="paceline_engine_request_seconds", type=_H, unit="seconds", labels=_MODEL, buckets=LATENCY_BUCKETS,
+           help="From arrival to the last token."),
+    Metric(name="paceline_engine_load_seconds", type=_G, unit="seconds", labels=_MODEL,
+           help="From process start to ready."),
+)  # fmt: skip
+
+ENGINE_COMPAT = (
+    Metric(name="vllm:num_requests_running", type=_G, labels=_VLLM, help="Requests in the running batch."),
+    Metric(name="vllm:num_requests_waiting", type=_G, labels=_VLLM, help="Requests waiting for blocks."),
+    Metric(name="vllm:kv_cache_usage_perc", type=_G, labels=_VLLM, help="Share of KV blocks in use, 0 to 1."),
+    Metric(name="vllm:num_preemptions", type=_C, labels=_VLLM, help="Requests that lost their blocks."),
+    Metric(name="vllm:prompt_tokens", type=_C, labels=_VLLM, help="Prompt tokens."),
+    Metric(name="vllm:generation_tokens", type=_C, labels=_VLLM, help="Generated tokens."),
+    Metric(name="vllm:request_success", type=_C, labels=(*_VLLM, "finished_reason"), help="Finished requests."),
+    Metric(name="vllm:time_to_first_token_seconds", type=_H, labels=_VLLM, buckets=TTFT_BUCKETS,
+           help="Time to first token."),
+    Metric(name="vllm:inter_token_latency_seconds", type=_H, labels=_VLLM, buckets=TPOT_BUCKETS,
+           help="Inter-token latency."),
+    Metric(name="vllm:request_time_per_output_token_seconds", type=_H, labels=_VLLM, buckets=TPOT_BUCKETS,
+           help="Time per output token after the first."),
+    Metric(name="vllm:e2e_request_latency_seconds", type=_H, labels=_VLLM, buckets=LATENCY_BUCKETS,
+           help="End-to-end latency."),
+    Metric(name="vllm:request_prompt_tokens", type=_H, labels=_VLLM, buckets=TOKEN_BUCKETS, help="Prompt length."),
+    Metric(name="vllm:request_generation_tokens", type=_H, labels=_VLLM, buckets=TOKEN_BUCKETS, help="Output length."),
+    Metric(name="vllm:cache_config_info", type=_G, labels=(*_VLLM, "block_size", "num_gpu_blocks"),
+           help="Geometry of the KV pool; always 1."),
+)  # fmt: skip
+
+_TENANT_MODEL = ("tenant", "model_name")
+ROUTER = (
+    Metric(name="paceline_router_requests", type=_C, labels=("tenant", "model_name", "code"),
+           help="Requests answered, by HTTP status."),
+    Metric(name="paceline_router_requests_in_flight", type=_G, labels=_MODEL, help="Requests being proxied."),
+    Metric(name="paceline_router_slo_requests", type=_C, labels=("tenant", "model_name", "outcome"),
+           help="Requests by the SLO judge's verdict."),
+    Metric(name="paceline_router_time_to_first_token_seconds", type=_H, unit="seconds", labels=_TENANT_MODEL,
+           buckets=TTFT_BUCKETS, help="From accept to the first content chunk."),
+    Metric(name="paceline_router_time_per_output_token_seconds", type=_H, unit="seconds", labels=_TENANT_MODEL,
+           buckets=TPOT_BUCKETS, help="Time per output token after the first."),
+    Metric(name="paceline_router_endpoints", type=_G, labels=("model_name", "state"),
+           help="Engine endpoints known, by state."),
+    Metric(name="paceline_router_upstream_errors", type=_C, labels=("model_name", "reason"),
+           help="Failed attempts at an engine."),
+    Metric(name="paceline_router_auth_refusals", type=_C, labels=("reason",), help="Requests refused for credentials."),
+    Metric(name="paceline_router_watch_restarts", type=_C, labels=("kind",), help="Watches that were re-established."),
+)  # fmt: skip
+
+OPERATOR = (
+    Metric(name="paceline_operator_reconciles", type=_C, labels=("kind", "result"), help="Reconciles, by result."),
+    Metric(name="paceline_operator_reconcile_seconds", type=_H, unit="seconds", labels=("kind",), buckets=STEP_BUCKETS,
+           help="Duration of a reconcile."),
+    Metric(name="paceline_operator_queue_depth", type=_G, help="Keys waiting for a worker."),
+    Metric(name="paceline_operator_writes", type=_C, labels=("verb", "kind"), help="Writes sent to the API."),
+    Metric(name="paceline_operator_leader", type=_G, help="1 while this process holds the Lease."),
+    Metric(name="paceline_operator_ghosts", type=_C, labels=("kind",),
+           help="Index entries that a real list no longer had."),
+)  # fmt: skip
+
+CATALOGUE: tuple[Metric, ...] = ENGINE + ENGINE_COMPAT + ROUTER + OPERATOR
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}

@@ -1,0 +1,1 @@
+"""The gateway of a namespace: OpenAI HTTP in, the right engine out."""

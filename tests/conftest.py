@@ -1,0 +1,20 @@
+"""What every test session shares: skips are failures where CI promises that the components are there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+MUST_RUN = ("kube", "engine", "e2e")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    promised = [name for name in MUST_RUN if item.get_closest_marker(name)]
+    if report.skipped and promised and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"a {promised[0]} test must not be skipped in CI: {reason}"
+    return report
