@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# No deadline: machines are shared and timings noisy. CI draws the same examples each time.
+settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI") == "true")
+settings.load_profile("house")
 
 MUST_RUN = ("kube", "engine", "e2e")
 

@@ -187,10 +187,8 @@ def _inlined(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _only_option(options: list[Schema], node: Schema) -> Schema:
-    """The one option that is not null; a choice between strings is a string."""
+    """The one option that is not null."""
     real = [option for option in options if option.get("type") != "null"]
-    if len(real) > 1 and all(option.get("type") == "string" for option in real):
-        return {"type": "string"}
     if len(real) != 1:
         raise ValueError(f"not structural, more than one non-null option: {node}")
     return real[0]

@@ -21,7 +21,6 @@ from paceline_api.v1alpha1.base import (
     Naming,
     ObjectName,
     Part,
-    Percent,
     Quantity,
     Resource,
     Slo,
@@ -172,7 +171,7 @@ class Speculative(Part):
     """Speculative decoding."""
 
     method: SpeculativeMethod = Field(description="Who drafts.")
-    num_tokens: Annotated[str, StringConstraints(pattern=r"^(auto|[1-9][0-9]?)$")] | None = Field(
+    num_tokens: Annotated[str, StringConstraints(pattern=r"^(auto|[1-9][0-9]?)$", max_length=4)] | None = Field(
         default=None, description="Draft tokens a step, or auto."
     )
     draft_source: LongText | None = Field(default=None, description="Weights of the draft model.")
@@ -222,7 +221,7 @@ class EngineSpec(Part):
     enable_prefix_caching: Annotated[bool | None, Unbuilt("prefix caching")] = Field(
         default=None, description="Reuse KV of equal prefixes."
     )
-    gpu_memory_utilization: Annotated[Percent | Decimal2 | None, Unbuilt("the GPU backend")] = Field(
+    gpu_memory_utilization: Annotated[Decimal2 | None, Unbuilt("the GPU backend")] = Field(
         default=None, description="Share of device memory for weights and KV."
     )
     kv_cache_memory: Quantity | None = Field(
