@@ -1,0 +1,57 @@
+# Paceline: every task a contributor or a newcomer needs. `make help` lists them.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest --durations=10
+FILE ?= manifests/examples/smollm2.yaml
+PORT ?= 8080
+STAMP := $(VENV)/.paceline-installed
+
+.PHONY: help setup up test test-all check kube node e2e gen bench-skeleton clean
+
+help: ## Show this list
+	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
+
+setup: $(STAMP) ## Install Python packages into .venv (about 3 GB with torch; minutes the first time)
+
+$(STAMP): pyproject.toml constraints.txt hack/setup.sh
+	@VENV=$(VENV) hack/setup.sh
+	@touch $(STAMP)
+
+up: $(STAMP) ## Run the objects of FILE as local processes: make up [FILE=...] [PORT=8080]
+	@exec $(VENV)/bin/paceline up $(FILE) --port $(PORT)
+
+test: $(STAMP) ## Everything CI requires without a GPU: unit, engine, processes, real control plane
+	@hack/test.sh $(PY)
+
+test-all: test node ## test, and the real container runtime
+
+check: $(STAMP) ## ruff, types, import contracts, house rules, generated files
+	$(VENV)/bin/ruff check --output-format concise .
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/basedpyright --level error
+	$(VENV)/bin/lint-imports --cache-dir .import_linter_cache
+	$(PY) hack/generate.py --check
+	$(PY) -m pytest -q tests/test_layout.py tests/test_tidy.py
+
+kube: $(STAMP) ## Tests on a real API server, controller manager and scheduler (needs root and Go)
+	$(PYTEST) -m kube tests/kube
+
+node: $(STAMP) ## A rendered engine Pod under a real container runtime (needs root; installs runc from Debian)
+	@tests/kube/install_runc.sh
+	$(PYTEST) -m node tests/kube
+
+e2e: $(STAMP) ## The whole product as local processes
+	$(PYTEST) -m e2e tests/e2e
+
+gen: $(STAMP) ## Write the generated files: CRDs, reference pages
+	$(PY) hack/generate.py
+
+bench-skeleton: $(STAMP) ## Start-up times and engine speed on this machine -> benchmarks/results/skeleton.json
+	$(PY) benchmarks/skeleton.py
+
+clean: ## Remove build outputs and caches, keep .venv
+	rm -rf .build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
