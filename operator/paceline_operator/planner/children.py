@@ -1,0 +1,200 @@
+"""The children of an InferenceService: ServiceAccount, ConfigMap, Service, PodDisruptionBudget and engine Deployment.
+
+Each child depends only on what it must: the promise and the routing of a service reach the router through the API and
+never an engine's pod template. Single replicas get no PodDisruptionBudget: it would block a node drain for ever. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+
+from paceline_api.kube import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    POD_DISRUPTION_BUDGET,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Kind,
+    Manifest,
+)
+from paceline_api.names import (
+    ANNOTATION_MODEL,
+    CHAT_TEMPLATE_DIR,
+    CHAT_TEMPLATE_KEY,
+    ENGINE_ADMIN_PORT,
+    ENGINE_HTTP_PORT,
+    ENGINE_METRICS_PORT,
+    LABEL_MODEL_HASH,
+    LABEL_ROLE,
+    LABEL_SERVICE,
+    MODEL_CACHE_DIR,
+    PORT_ADMIN,
+    PORT_HTTP,
+    PORT_METRICS,
+    engine_name,
+    label_value,
+    short_hash,
+)
+from paceline_api.quantity import parse_duration_s
+from paceline_api.v1alpha1 import InferenceService, KVStore
+from paceline_api.v1alpha1.inference_service import EngineSpec, RolloutStrategy
+from paceline_operator.planner import pods
+from paceline_operator.planner.engine_args import engine_args
+from paceline_operator.planner.manifests import child, common_labels, owner_reference, text_hash
+from paceline_operator.planner.model import PlanSettings, ServiceObserved
+
+ROLE = "engine"
+PORTS = {PORT_HTTP: ENGINE_HTTP_PORT, PORT_ADMIN: ENGINE_ADMIN_PORT, PORT_METRICS: ENGINE_METRICS_PORT}
+# Beyond the drain: time for the engine to stop its core process and flush.
+GRACE_BEYOND_DRAIN_S = 30
+# A large checkpoint is converted and loaded in this time, or the container is started again.
+STARTUP_BUDGET_S = 1800
+DEFAULT_DRAIN = "120s"
+_CACHE_VOLUME = "model-cache"
+_TEMPLATE_VOLUME = "chat-template"
+
+
+def selector(service: str) -> dict[str, str]:
+    """What selects the engine pods of a service: fixed keys only, never users' labels."""
+    return {LABEL_SERVICE: label_value(service), LABEL_ROLE: ROLE}
+
+
+def selector_text(service: str) -> str:
+    return ",".join(f"{key}={value}" for key, value in selector(service).items())
+
+
+def wanted_replicas(service: InferenceService) -> int:
+    return 1 if service.spec.replicas is None else service.spec.replicas
+
+
+def drain_timeout_s(service: InferenceService) -> int:
+    """Whole seconds, rounded up."""
+    rollout = service.spec.rollout
+    text = rollout.drain_timeout if rollout and rollout.drain_timeout else DEFAULT_DRAIN
+    return math.ceil(parse_duration_s(text))
+
+
+class EngineChildren:
+    """Renders the children of one service. Everything is derived from what is passed in."""
+
+    def __init__(
+        self, observed: ServiceObserved, service: InferenceService, store: KVStore | None, settings: PlanSettings
+    ) -> None:
+        self.service = service
+        self._observed = observed
+        self._store = store
+        self._settings = settings
+        self._name = engine_name(service.metadata.name)
+        self._namespace = str(observed.manifest["metadata"]["namespace"])
+        self._owners = [owner_reference(observed.manifest, controller=True)]
+        self._selector = selector(service.metadata.name)
+        self._engine = service.spec.engine or EngineSpec()
+        name = label_value(service.metadata.name)
+        self._labels = common_labels("paceline-engine", name, "engine") | self._selector
+        self._model_labels = {LABEL_MODEL_HASH: short_hash(service.served_name())}
+        self._model_annotations = {ANNOTATION_MODEL: service.served_name()}
+
+    def render(self) -> list[Manifest]:
+        """Every child, in no particular order."""
+        children = [self._child(SERVICE_ACCOUNT, automountServiceAccountToken=False), self._service()]
+        if self.service.spec.model.chat_template is not None:
+            children.append(self._child(CONFIG_MAP, data={CHAT_TEMPLATE_KEY: self.service.spec.model.chat_template}))
+        if wanted_replicas(self.service) >= 2:
+            children.append(self._child(POD_DISRUPTION_BUDGET, spec=pods.disruption_budget_spec(self._selector)))
+        children.append(self._deployment())
+        return children
+
+    def _child(self, kind: Kind, **content: object) -> Manifest:
+        return child(kind, self._namespace, self._name, labels=self._labels, owners=self._owners, **content)
+
+    def _service(self) -> Manifest:
+        # Ports by name, so that EndpointSlices carry each pod's real ones. The admin port stays inside the pod network.
+        exposed = [
+            {"name": name, "port": PORTS[name], "targetPort": name, "protocol": "TCP"}
+            for name in (PORT_HTTP, PORT_METRICS)
+        ]
+        return self._child(SERVICE, spec={"type": "ClusterIP", "selector": self._selector, "ports": exposed})
+
+    def _deployment(self) -> Manifest:
+        live = next((item for item in self._observed.children if item["kind"] == DEPLOYMENT.kind), None)
+        current = pods.Pin(pods.TEMPLATE_VERSION, self._settings.image_engine)
+        pin, template = pods.pinned(live, self._template, current)
+        deployment = self._child(
+            DEPLOYMENT,
+            spec={
+                "replicas": wanted_replicas(self.service),
+                "selector": {"matchLabels": self._selector},
+                "strategy": {"type": "RollingUpdate", "rollingUpdate": self._rolling_update()},
+                "revisionHistoryLimit": 3,
+                "progressDeadlineSeconds": STARTUP_BUDGET_S + 60,
+                "template": template,
+            },
+        )
+        deployment["metadata"]["annotations"] = self._model_annotations | pin.annotations()
+        deployment["metadata"]["labels"] = self._labels | self._model_labels
+        return deployment
+
+    def _rolling_update(self) -> Manifest:
+        rollout = self.service.spec.rollout
+        in_place = rollout is not None and rollout.strategy is RolloutStrategy.IN_PLACE
+        return {"maxSurge": 0, "maxUnavailable": 1} if in_place else {"maxSurge": 1, "maxUnavailable": 0}
+
+    def _template(self, pin: pods.Pin) -> Manifest:
+        volumes, mounts = self._volumes()
+        spec = pods.pod_spec(
+            service_account=self._name,
+            automount=False,
+            grace_s=drain_timeout_s(self.service) + GRACE_BEYOND_DRAIN_S,
+            selector=self._selector,
+            container=self._container(pin, mounts),
+            volumes=volumes,
+        )
+        annotations = dict(self._model_annotations)
+        if self.service.spec.model.chat_template is not None:
+            annotations["paceline.dev/chat-template-hash"] = text_hash(self.service.spec.model.chat_template)
+        metadata = {"labels": self._labels | self._model_labels, "annotations": annotations}
+        return {"metadata": metadata, "spec": spec}
+
+    def _container(self, pin: pods.Pin, mounts: list[Manifest]) -> Manifest:
+        drain_s = drain_timeout_s(self.service)
+        container: Manifest = {
+            "name": "engine",
+            "image": self._engine.image or pin.image,
+            "command": ["paceline-engine"],
+            "args": ["serve", *engine_args(self.service, self._store, PORTS, drain_s)],
+            "env": pods.base_env(PORTS) + [{"name": "PACELINE_CACHE_DIR", "value": MODEL_CACHE_DIR}],
+            "ports": pods.ports(PORTS),
+            "securityContext": pods.container_security(),
+            "lifecycle": {"preStop": {"exec": {"command": _drain_command(drain_s)}}},
+            # The last lines of the log become the message of the Ready condition when an engine cannot start.
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": mounts,
+            **pods.probes(STARTUP_BUDGET_S),
+        }
+        if self._engine.resources is not None:
+            container["resources"] = self._engine.resources.model_dump(exclude_none=True)
+        return container
+
+    def _volumes(self) -> tuple[list[Manifest], list[Manifest]]:
+        cache: tuple[Manifest, Manifest] = (
+            {"name": _CACHE_VOLUME, "emptyDir": {}},
+            {"name": _CACHE_VOLUME, "mountPath": MODEL_CACHE_DIR},
+        )
+        pairs = [pods.tmp_volume(), pods.token_volume(), cache]
+        if self.service.spec.model.chat_template is not None:
+            pairs.append(
+                (
+                    {"name": _TEMPLATE_VOLUME, "configMap": {"name": self._name}},
+                    {"name": _TEMPLATE_VOLUME, "mountPath": CHAT_TEMPLATE_DIR, "readOnly": True},
+                )
+            )
+        return [volume for volume, _ in pairs], [mount for _, mount in pairs]
+
+
+def _drain_command(drain_s: int) -> list[str]:
+    # A hook's command is not expanded by the kubelet, so the shell reads the port and the token's place.
+    line = (
+        f'exec paceline-engine drain --admin-port="$PACELINE_PORT_ADMIN" --timeout={drain_s}s '
+        f'--internal-token-file="${pods.ENV_TOKEN_FILE}"'
+    )
+    return ["/bin/sh", "-c", line]

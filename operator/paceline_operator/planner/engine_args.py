@@ -1,0 +1,74 @@
+"""The engine's command line from the spec, every default written out, so that what runs is what `kubectl get` shows.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR
+from paceline_api.v1alpha1 import InferenceService, KVStore
+from paceline_api.v1alpha1.inference_service import EngineSpec
+from paceline_operator.planner.pods import literal, port_flags, token_flag
+
+# Flags that tie the engine to its Service, probes and volumes: another value would only break the pod.
+RESERVED_FLAGS = frozenset(
+    {
+        "--model", "--served-model-name", "--host", "--port", "--admin-port", "--metrics-port",
+        "--internal-token-file", "--cache-dir", "--chat-template", "--drain-timeout", "--kv-store-memory",
+    }
+)  # fmt: skip
+
+
+_OPTION = re.compile(r"--[a-z0-9][a-z0-9-]*(=.*)?", re.DOTALL)
+
+
+def flag_of(argument: str) -> str:
+    return argument.split("=", 1)[0]
+
+
+def extra_args_problem(service: InferenceService) -> str | None:
+    """Why the spec's extra arguments cannot be used, naming the field; None if they can."""
+    for index, argument in enumerate((service.spec.engine or EngineSpec()).extra_args or []):
+        field = f"spec.engine.extraArgs[{index}]"
+        if _OPTION.fullmatch(argument) is None:
+            return f"{field}: {argument!r} is not an option: write it as --name=value"
+        if flag_of(argument) in RESERVED_FLAGS:
+            return f"{field}: {flag_of(argument)} is set by the operator; remove it, or use the field of the spec"
+    return None
+
+
+def engine_args(service: InferenceService, store: KVStore | None, ports: Mapping[str, int], drain_s: int) -> list[str]:
+    """Arguments of `paceline-engine serve`. An extra argument takes the place of a default of the same name."""
+    engine = service.spec.engine or EngineSpec()
+    extra = [literal(argument) for argument in engine.extra_args or []]
+    overridden = {flag_of(argument) for argument in extra}
+    fixed = [
+        f"--model={literal(service.spec.model.source)}",
+        f"--served-model-name={literal(service.served_name())}",
+        *port_flags(ports),
+        token_flag(),
+        f"--cache-dir={MODEL_CACHE_DIR}",
+        f"--drain-timeout={drain_s}s",
+        f"--kv-store-memory={store.spec.memory.capacity if store and store.spec.memory else '0'}",
+    ]
+    if service.spec.model.chat_template is not None:
+        fixed.append(f"--chat-template={CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}")
+    tunable = [argument for argument in _tunable(engine) if flag_of(argument) not in overridden]
+    return fixed + tunable + extra
+
+
+def _tunable(engine: EngineSpec) -> list[str]:
+    values: dict[str, object] = {
+        "device": "auto",
+        "dtype": "float32",
+        "max-model-len": engine.max_model_len,
+        "max-num-seqs": engine.max_num_seqs or 64,
+        "max-num-batched-tokens": engine.max_num_batched_tokens or max(2048, engine.max_num_seqs or 0),
+        "prefill-chunk-tokens": engine.prefill_chunk_tokens or 512,
+        "block-size": engine.block_size or 16,
+        "kv-cache-memory": engine.kv_cache_memory or "256Mi",
+    }
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
