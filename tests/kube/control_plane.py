@@ -76,9 +76,7 @@ class ControlPlane:
         content = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [
-                {"name": "test", "cluster": {"server": self.server, "certificate-authority-data": ca}}
-            ],
+            "clusters": [{"name": "test", "cluster": {"server": self.server, "certificate-authority-data": ca}}],
             "users": [{"name": name, "user": {"token": token}}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": name}}],
             "current-context": "test",
@@ -124,9 +122,7 @@ def start(binaries: Binaries, folder: Path) -> ControlPlane:
     """
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    plane = ControlPlane(
-        folder, f"https://{BRIDGE_IP}:{API_PORT}", folder / "admin.kubeconfig", binaries["kubectl"]
-    )
+    plane = ControlPlane(folder, f"https://{BRIDGE_IP}:{API_PORT}", folder / "admin.kubeconfig", binaries["kubectl"])
     plane.tokens = {user: secrets.token_hex(16) for user in USERS}
     plane.audit = AuditLog(folder / "audit.log")
     try:
@@ -152,9 +148,7 @@ def foreign(kubeconfig: Path, folder: Path, kubectl: str) -> ControlPlane:
     return ControlPlane(folder, "", kubeconfig, kubectl)
 
 
-def wait_until(
-    what: str, check: Callable[[], Any], timeout: float = READY_TIMEOUT_S, interval: float = 0.05
-) -> Any:
+def wait_until(what: str, check: Callable[[], Any], timeout: float = READY_TIMEOUT_S, interval: float = 0.05) -> Any:
     """Poll `check` until it returns something true and return that. Raises AssertionError naming `what`."""
     deadline = time.monotonic() + timeout
     while True:
@@ -183,9 +177,7 @@ def _write_inputs(plane: ControlPlane) -> None:
     try:
         subprocess.run(command, capture_output=True, check=True, timeout=10)
     except FileNotFoundError as error:
-        raise Unavailable(
-            "no real control plane: openssl is missing (it makes the ServiceAccount key)"
-        ) from error
+        raise Unavailable("no real control plane: openssl is missing (it makes the ServiceAccount key)") from error
 
 
 def _etcd_argv(binaries: Binaries, folder: Path) -> list[str]:

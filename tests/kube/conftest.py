@@ -1,0 +1,170 @@
+"""Fixtures of the tests on a real control plane: `control_plane`, `node`, `namespace`, `kubectl`, `api`.
+
+One control plane and one node a session, one namespace a test. The tests and everything they start run in a network
+namespace of their own, entered for each test and left after it. Where the control plane cannot run, tests are skipped
+with the reason, or fail if CI=true: a green run in CI must mean that they ran.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import cluster_binaries
+import control_plane as control_plane_module
+import network_namespace
+import node_agent
+from cluster_binaries import Binaries, Unavailable
+from control_plane import ControlPlane, wait_until
+from network_namespace import NamespaceDenied, NetworkNamespace
+
+Kubectl = Callable[..., str]
+KUBECTL_TIMEOUT_S = 60
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip the test with `reason`; in CI, where nothing may be skipped, fail it."""
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(f"CI=true and this test could not run: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the binaries before the first test: a cold build takes minutes, more than a test's timeout."""
+    wanted = any(item.get_closest_marker("kube") for item in session.items)
+    if not wanted or session.config.option.collectonly or cluster_binaries.is_built():
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line("building the Kubernetes control plane (minutes when the Go cache is cold)")
+    try:
+        cluster_binaries.find_binaries()
+    except Unavailable as error:
+        session.config.stash[_build_failure] = str(error)
+
+
+_build_failure = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def binaries(pytestconfig: pytest.Config) -> Binaries:
+    """etcd, the Kubernetes programs and kubectl."""
+    failure = pytestconfig.stash.get(_build_failure, None)
+    if failure is not None:
+        unavailable(failure)
+    try:
+        return cluster_binaries.find_binaries()
+    except Unavailable as error:
+        unavailable(str(error))
+
+
+@pytest.fixture(scope="session")
+def cluster_network() -> Iterator[NetworkNamespace | None]:
+    """The network namespace of the cluster; None with `PACELINE_TEST_KUBECONFIG`, whose server is elsewhere."""
+    if os.environ.get("PACELINE_TEST_KUBECONFIG"):
+        yield None
+        return
+    try:
+        network = network_namespace.create_cluster_network()
+    except (NamespaceDenied, OSError) as error:
+        unavailable(str(error))
+    yield network
+    network.close()
+
+
+@pytest.fixture(scope="session")
+def _control_plane(binaries: Binaries, cluster_network: NetworkNamespace | None) -> Iterator[ControlPlane]:
+    with tempfile.TemporaryDirectory(prefix="paceline-kube-") as name:
+        folder = Path(name)
+        try:
+            if cluster_network is None:
+                kubeconfig = Path(os.environ["PACELINE_TEST_KUBECONFIG"])
+                plane = control_plane_module.foreign(kubeconfig, folder, binaries["kubectl"])
+            else:
+                with cluster_network.entered():
+                    plane = control_plane_module.start(binaries, folder)
+        except Unavailable as error:
+            unavailable(str(error))
+        yield plane
+        plane.stop()
+
+
+@pytest.fixture
+def control_plane(_control_plane: ControlPlane, cluster_network: NetworkNamespace | None) -> Iterator[ControlPlane]:
+    """The running control plane; the test and what it starts are in its network."""
+    if cluster_network is None:
+        yield _control_plane
+        return
+    with cluster_network.entered():
+        yield _control_plane
+
+
+@pytest.fixture(scope="session")
+def _node(_control_plane: ControlPlane, cluster_network: NetworkNamespace | None) -> Iterator[node_agent.Node]:
+    if cluster_network is None:
+        unavailable("PACELINE_TEST_KUBECONFIG names a cluster with nodes of its own; this test needs ours")
+    with cluster_network.entered():
+        node = node_agent.start(_control_plane)
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def node(control_plane: ControlPlane, _node: node_agent.Node) -> node_agent.Node:
+    """The node that runs Pods as processes."""
+    return _node
+
+
+@pytest.fixture
+def kubectl(control_plane: ControlPlane) -> Kubectl:
+    """`kubectl("get", "pods", stdin="...")` -> stdout; raises AssertionError with stderr. As administrator."""
+
+    def run(*arguments: str, stdin: str | None = None, timeout: float = KUBECTL_TIMEOUT_S) -> str:
+        done = subprocess.run(
+            [control_plane.kubectl, f"--kubeconfig={control_plane.kubeconfig}", *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            # A home of its own: kubectl caches what a server offers, and this server is new.
+            env={"HOME": str(control_plane.folder), "PATH": os.defpath},
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def namespace(kubectl: Kubectl) -> Iterator[str]:
+    """A fresh namespace with its default ServiceAccount; deleted after the test, without waiting."""
+    name = f"test-{uuid.uuid4().hex[:10]}"
+    kubectl("create", "namespace", name)
+    wanted = ["serviceaccount/default", "configmap/kube-root-ca.crt"]
+    get = ["--namespace", name, "get", *wanted, "--ignore-not-found", "-o", "name"]
+    wait_until(f"{name} has its ServiceAccount", lambda: len(kubectl(*get).split()) == len(wanted), timeout=20)
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def api(control_plane: ControlPlane) -> Iterator:
+    """A dynamic client of the official library, as administrator."""
+    from kubernetes import config, dynamic
+
+    client = config.new_client_from_config(str(control_plane.kubeconfig))
+    cache = control_plane.folder / f"discovery-{uuid.uuid4().hex[:8]}.json"
+    yield dynamic.DynamicClient(client, cache_file=str(cache))
+    client.close()

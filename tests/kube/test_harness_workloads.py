@@ -1,0 +1,171 @@
+"""Plain Deployments on the harness's node: rollout, endpoints, probes, restarts, deletion - no Paceline objects."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from control_plane import wait_until
+from kube_manifests import (
+    SERVER,
+    apply,
+    container,
+    deployment,
+    get,
+    http_status,
+    network_namespaces,
+    pod,
+    processes_naming,
+    service,
+    wait_log,
+    wait_ready,
+)
+from network_namespace import bridge_ports
+
+pytestmark = pytest.mark.kube
+
+PORTS = [{"name": "http", "containerPort": 8080}]
+READINESS = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 1}
+
+
+def web(name: str, **spec):
+    return deployment(name, container(SERVER, ports=PORTS, readinessProbe=READINESS), **spec)
+
+
+def ready_addresses(kubectl, namespace: str, name: str) -> set[str]:
+    found = get(kubectl, namespace, "endpointslices", "-l", f"kubernetes.io/service-name={name}")
+    ends = [e for item in found["items"] for e in item.get("endpoints") or [] if e["conditions"]["ready"]]
+    return {address for end in ends for address in end["addresses"]}
+
+
+def test_deployment_becomes_ready_and_answers_on_its_endpoints(node, kubectl, namespace):
+    apply(kubectl, namespace, web("web", replicas=2), service("web", "http"))
+    wait_ready(kubectl, namespace, "deployment/web")
+    wait_until("two endpoints are ready", lambda: len(ready_addresses(kubectl, namespace, "web")) == 2, timeout=20)
+    pods = get(kubectl, namespace, "pods")["items"]
+    assert {p["status"]["podIP"] for p in pods} == ready_addresses(kubectl, namespace, "web")
+    assert {p["spec"]["nodeName"] for p in pods} == {node.name}
+    for address in ready_addresses(kubectl, namespace, "web"):
+        assert http_status(f"http://{address}:8080/") == 200
+
+
+def test_deletion_leaves_no_process_no_namespace_and_no_link(node, kubectl, namespace):
+    links, before = bridge_ports(), network_namespaces()
+    apply(kubectl, namespace, web("web"))
+    wait_ready(kubectl, namespace, "deployment/web")
+    uid = get(kubectl, namespace, "pods")["items"][0]["metadata"]["uid"]
+    assert processes_naming(uid)
+    assert len(bridge_ports()) == len(links) + 1
+    assert len(network_namespaces()) == len(before) + 1
+    kubectl("--namespace", namespace, "delete", "deployment", "web", "--cascade=foreground", "--timeout=30s")
+    assert processes_naming(uid) == []
+    assert bridge_ports() == links
+    assert network_namespaces() == before
+    assert not (node.folder / "sandboxes" / uid).exists()
+
+
+def test_rollout_replaces_pods_and_never_drops_below_one(node, kubectl, namespace):
+    apply(kubectl, namespace, web("web"))
+    wait_ready(kubectl, namespace, "deployment/web")
+    first = get(kubectl, namespace, "pods")["items"][0]["metadata"]["name"]
+    kubectl("--namespace", namespace, "set", "env", "deployment/web", "VERSION=2")
+    kubectl("--namespace", namespace, "rollout", "status", "deployment/web", "--timeout=30s")
+    wait_until(
+        "the old Pod is gone", lambda: first not in kubectl("--namespace", namespace, "get", "pods", "-o", "name")
+    )
+    assert len(get(kubectl, namespace, "pods")["items"]) == 1
+
+
+def test_failing_readiness_takes_the_pod_out_of_its_service(node, kubectl, namespace):
+    main = container(
+        SERVER, ports=PORTS, readinessProbe={"exec": {"command": ["test", "!", "-e", "/tmp/sick"]}, "periodSeconds": 1}
+    )
+    main["volumeMounts"] = [{"name": "tmp", "mountPath": "/tmp"}]
+    apply(
+        kubectl, namespace, deployment("web", main, volumes=[{"name": "tmp", "emptyDir": {}}]), service("web", "http")
+    )
+    wait_ready(kubectl, namespace, "deployment/web")
+    wait_until("the endpoint is ready", lambda: ready_addresses(kubectl, namespace, "web"), timeout=20)
+    uid = get(kubectl, namespace, "pods")["items"][0]["metadata"]["uid"]
+    (node.folder / "state" / "pods" / uid / "tmp" / "sick").touch()
+    wait_until("the endpoint is gone", lambda: not ready_addresses(kubectl, namespace, "web"), timeout=20)
+
+
+def test_liveness_failure_restarts_the_container(node, kubectl, namespace):
+    program = "import sys, time; print('run', flush=True); time.sleep(600)"
+    probe = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
+    main = container(["python", "-c", program], livenessProbe=probe)
+    apply(kubectl, namespace, pod("sick", main))
+
+    def status():
+        return (get(kubectl, namespace, "pod", "sick")["status"].get("containerStatuses") or [{}])[0]
+
+    restarted = wait_until("the container was restarted", lambda: status().get("restartCount") and status(), timeout=30)
+    # Its first process has no handler for SIGTERM, so only SIGKILL ended it.
+    assert restarted["lastState"]["terminated"]["exitCode"] == 137
+    assert node.log(namespace, "sick", "main").count("run") >= 2
+
+
+def test_crash_is_reported_with_its_exit_code(node, kubectl, namespace):
+    apply(kubectl, namespace, pod("crash", container(["python", "-c", "raise SystemExit(7)"]), restartPolicy="Never"))
+    kubectl("--namespace", namespace, "wait", "--for=jsonpath={.status.phase}=Failed", "pod/crash", "--timeout=20s")
+    state = get(kubectl, namespace, "pod", "crash")["status"]["containerStatuses"][0]["state"]
+    assert state["terminated"]["exitCode"] == 7
+
+
+def test_pre_stop_runs_inside_the_container_and_before_sigterm(node, kubectl, namespace):
+    program = (
+        "import os, signal, sys, time\n"
+        "def end(*_):\n"
+        "    print('term after', sorted(os.listdir('/run/hook')), flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end); print('started', flush=True)\n"
+        "while True: time.sleep(60)\n"
+    )
+    hook = ["sh", "-c", "grep -c python /proc/1/cmdline > /run/hook/saw-main-process"]
+    main = container(
+        ["python", "-c", program],
+        lifecycle={"preStop": {"exec": {"command": hook}}},
+        volumeMounts=[{"name": "hook", "mountPath": "/run/hook"}],
+    )
+    volumes = [{"name": "hook", "emptyDir": {}}]
+    apply(kubectl, namespace, pod("stop", main, volumes=volumes, terminationGracePeriodSeconds=20))
+    wait_log(node, namespace, "stop", "started")
+    began = time.monotonic()
+    kubectl("--namespace", namespace, "delete", "pod", "stop", "--timeout=30s")
+    assert "term after ['saw-main-process']" in node.log(namespace, "stop", "main")
+    assert time.monotonic() - began < 15, "the Pod ended at SIGTERM, not at the end of its grace period"
+
+
+def test_a_process_that_ignores_sigterm_is_killed_at_the_end_of_its_grace(node, kubectl, namespace):
+    main = container(["python", "-c", "import time; print('started', flush=True); time.sleep(600)"])
+    apply(kubectl, namespace, pod("stubborn", main, terminationGracePeriodSeconds=2))
+    wait_log(node, namespace, "stubborn", "started")
+    began = time.monotonic()
+    kubectl("--namespace", namespace, "delete", "pod", "stubborn", "--timeout=30s")
+    assert time.monotonic() - began >= 2
+
+
+def test_exit_on_sigterm_reaches_the_first_process_once(node, kubectl, namespace):
+    program = (
+        "import signal, time\nseen = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: seen.append(1)); print('started', flush=True)\n"
+        "while not seen: time.sleep(0.05)\n"
+        "time.sleep(1); print('signals', len(seen), flush=True)\n"
+    )
+    apply(kubectl, namespace, pod("count", container(["python", "-c", program]), terminationGracePeriodSeconds=20))
+    wait_log(node, namespace, "count", "started")
+    kubectl("--namespace", namespace, "delete", "pod", "count", "--timeout=30s")
+    assert "signals 1" in node.log(namespace, "count", "main")
+
+
+def test_quiet_node_writes_nothing(control_plane, node, kubectl, namespace):
+    apply(kubectl, namespace, web("web"))
+    wait_ready(kubectl, namespace, "deployment/web")
+    audit = control_plane.audit
+
+    def settled() -> bool:
+        mark = audit.mark()
+        time.sleep(2)
+        return audit.writes(mark, namespace) == []
+
+    wait_until("two seconds pass without a write", settled, timeout=20)
