@@ -162,7 +162,7 @@ class EngineChildren:
             "image": self._engine.image or pin.image,
             "command": ["paceline-engine"],
             "args": ["serve", *engine_args(self.service, self._store, PORTS, drain_s)],
-            "env": pods.base_env(PORTS) + [{"name": "PACELINE_CACHE_DIR", "value": MODEL_CACHE_DIR}],
+            "env": [*pods.base_env(PORTS), {"name": "PACELINE_CACHE_DIR", "value": MODEL_CACHE_DIR}],
             "ports": pods.ports(PORTS),
             "securityContext": pods.container_security(),
             "lifecycle": {"preStop": {"exec": {"command": _drain_command(drain_s)}}},

@@ -47,7 +47,7 @@ class Pin:
 
 def pinned(live: Manifest | None, render: Callable[[Pin], Manifest], current: Pin) -> tuple[Pin, Manifest]:
     """The pin to use and the pod template it renders, sealed with its config hash."""
-    annotations = dig(live, "metadata", "annotations") or {}
+    annotations: Manifest = dig(live, "metadata", "annotations") or {}
     version = str(annotations.get(ANNOTATION_TEMPLATE_VERSION, ""))
     image = str(annotations.get(ANNOTATION_DEFAULT_IMAGE, ""))
     if version in KNOWN_TEMPLATE_VERSIONS and image:

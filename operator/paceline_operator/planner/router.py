@@ -292,6 +292,7 @@ def key_secret_names(tenants: tuple[Manifest, ...]) -> list[str]:
     """Names of the Secrets that Tenants keep API keys in, sorted."""
     names: set[str] = set()
     for tenant in tenants:
-        for reference in dig(tenant, "spec", "apiKeySecretRefs") or []:
+        references: list[Manifest] = dig(tenant, "spec", "apiKeySecretRefs") or []
+        for reference in references:
             names.add(str(reference["name"]))
     return sorted(names)

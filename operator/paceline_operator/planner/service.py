@@ -13,7 +13,7 @@ from paceline_api.validation import InvalidObject, parse
 from paceline_operator.planner.children import ROLE, EngineChildren, selector_text, wanted_replicas
 from paceline_operator.planner.engine_args import extra_args_problem
 from paceline_operator.planner.manifests import being_deleted, difference, dig
-from paceline_operator.planner.model import Plan, PlanSettings, ServiceObserved
+from paceline_operator.planner.model import Action, Plan, PlanSettings, ServiceObserved
 from paceline_operator.planner.pods import config_hash_of
 from paceline_operator.planner.status import (
     Rollout,
@@ -106,7 +106,9 @@ def _deployment(observed: ServiceObserved) -> Manifest | None:
     return next((item for item in observed.children if (item["kind"], item["metadata"]["name"]) == wanted), None)
 
 
-def _finish(observed: ServiceObserved, rollout: Rollout, actions: tuple, verdict: Verdict | None, now: float) -> Plan:
+def _finish(
+    observed: ServiceObserved, rollout: Rollout, actions: tuple[Action, ...], verdict: Verdict | None, now: float
+) -> Plan:
     verdict = verdict or rollout_verdict(rollout, "Engines") or _serving(observed, rollout)
     facts = [_model_ready(rollout), _engines_available(rollout), _scaling(rollout)]
     change = status_change(observed.manifest, verdict, facts, _fields(observed, rollout), now)

@@ -1,10 +1,10 @@
 """From what is observed to status and conditions, with kstatus semantics.
 
-One `Verdict` a kind decides Ready. Reconciling is there while the operator or the cluster still works towards the spec,
-Stalled while only a person can help (an invalid spec, a name that is taken, a rollout past its deadline); neither while
-all is well. A service scaled to 0 replicas is Ready=False, reason ScaledToZero, and neither Reconciling nor Stalled: the
-column says whether it serves, and it does not. Messages hold nothing that changes by itself, so that an unchanged
-service has an unchanged status. `SLOMet` is absent: nothing measures it yet. Pure.
+One `Verdict` a kind decides Ready. Reconciling is there while the operator or the cluster still works towards the
+spec, Stalled while only a person can help (an invalid spec, a name that is taken, a rollout past its deadline); neither
+while all is well. A service scaled to 0 replicas is Ready=False, reason ScaledToZero, and neither Reconciling nor
+Stalled: the column says whether it serves, and it does not. Messages hold nothing that changes by itself, so that an
+unchanged service has an unchanged status. `SLOMet` is absent: nothing measures it yet. Pure.
 """
 
 from __future__ import annotations
