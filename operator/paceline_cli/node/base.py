@@ -41,7 +41,7 @@ class Command:
     """A process to start. `env` is its whole environment; `cwd` None = the isolation chooses.
 
     `signal_group` sends SIGTERM to the whole process group: for wrappers that stay in front of the process and do not
-    pass signals on. By default only the first process gets SIGTERM, as in a container; SIGKILL always goes to the group.
+    pass signals on. By default only the first process gets SIGTERM, as in a container; SIGKILL goes to the group.
     """
 
     argv: tuple[str, ...]
@@ -84,7 +84,7 @@ class PodEnvironment(Protocol):
         """The command to run on this node so that `command` runs isolated with `mounts` in place.
 
         `command.argv` and `.env` are expanded and name paths as the container sees them. The result may add a prefix
-        (nsenter, setpriv, ...) or rewrite paths. It is started in a session of its own; its exit code is the container's.
+        (nsenter, setpriv, ...) or rewrite paths. It starts in a session of its own; its exit code is the container's.
         """
         ...
 

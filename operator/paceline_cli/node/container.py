@@ -122,8 +122,8 @@ class ContainerRunner:
         command = Command(argv, self._env, self.container.working_dir or None)
         return self._environment.command(self.container, command, self._mounts)
 
-    async def _exec(self, argv: tuple[str, ...], timeout: float) -> tuple[int, str]:
-        return await run_to_end(self._isolated(argv), self._services.guard, timeout)
+    async def _exec(self, argv: tuple[str, ...], timeout_s: float) -> tuple[int, str]:
+        return await run_to_end(self._isolated(argv), self._services.guard, timeout_s)
 
     async def _once(self, command: Command) -> None:
         started_at, loop = self._services.now(), asyncio.get_running_loop()
@@ -170,7 +170,7 @@ class ContainerRunner:
     async def _until(
         self, process: Process, hook: "asyncio.Task[tuple[bool, str]] | None" = None, *, asked: bool = False
     ) -> None:
-        """Returns at the end of the process or of `hook`, or at the deadline; `asked`: as soon as there is a deadline."""
+        """Returns at the end of the process or of `hook`, or at the deadline; `asked`: once there is a deadline."""
         loop = asyncio.get_running_loop()
         while process.alive and not (hook and hook.done()):
             self._poke.clear()

@@ -43,23 +43,23 @@ class Fields:
             raise PodRefused(f"{self.path}.{key}", f"must be {word}")
         return value
 
-    def str(self, key: str, default: str = "") -> str:
+    def text(self, key: str, default: str = "") -> str:
         """A string."""
         return self._typed(key, str, default, "a string")
 
-    def int(self, key: str, default: int) -> int:
+    def integer(self, key: str, default: int) -> int:
         """An integer."""
         return self._typed(key, int, default, "an integer")
 
-    def opt_int(self, key: str) -> int | None:
+    def integer_or_none(self, key: str) -> int | None:
         """An integer or None."""
         return self._typed(key, int, None, "an integer")
 
-    def opt_bool(self, key: str) -> bool | None:
+    def flag_or_none(self, key: str) -> bool | None:
         """A boolean or None."""
         return self._typed(key, bool, None, "true or false")
 
-    def bool(self, key: str, default: bool = False) -> bool:
+    def flag(self, key: str, default: bool = False) -> bool:
         """A boolean."""
         return self._typed(key, bool, default, "true or false")
 

@@ -1,14 +1,14 @@
 """Host isolation: pods as plain processes of the user on a laptop (Linux, macOS), without root and without namespaces.
 
 What stands in for what:
-- the pod's address is 127.0.0.1; each containerPort becomes a loopback port that is stable for the pod. PACELINE_HOST and
-  PACELINE_PORT_<NAME> tell the process; probes and the reported spec (`report_ports`) use the same numbers;
-- a volume is a directory; arguments, environment values and the working directory that equal a mountPath, start with one
-  or carry one after `=` are rewritten to it;
+- the pod's address is 127.0.0.1; each containerPort becomes a loopback port that is stable for the pod. PACELINE_HOST
+  and PACELINE_PORT_<NAME> tell the process; probes and the reported spec (`report_ports`) use the same numbers;
+- a volume is a directory; arguments, environment values and the working directory that equal a mountPath, start with
+  one or carry one after `=` are rewritten to it;
 - rights: runAsNonRoot, runAsUser, runAsGroup, fsGroup, seccompProfile RuntimeDefault, dropped capabilities and
-  readOnlyRootFilesystem ask for fewer rights than a container has by default. The process gets exactly the rights of the
-  user who started the node and no way to more (allowPrivilegeEscalation false sets no_new_privs on Linux), so these are
-  accepted. Anything that asks for more is refused, by `parse` or here;
+  readOnlyRootFilesystem ask for fewer rights than a container has by default. The process gets exactly the rights of
+  the user who started the node and no way to more (allowPrivilegeEscalation false sets no_new_privs on Linux), so these
+  are accepted. Anything that asks for more is refused, by `parse` or here;
 - cpu and memory requests and limits: there are no cgroups, the user's whole machine is the bound. Devices that the node
   was not told of are refused.
 """

@@ -1,8 +1,8 @@
 """Pod manifest -> `Pod`, or PodRefused with the path of the field that this node does not honour.
 
 Accepted without effect, because another component owns them: scheduling fields (the scheduler), image pull fields (the
-image is what this node replaces), ServiceAccount fields (admission turns them into volumes), `dnsPolicy` ClusterFirst or
-Default (names resolve as on the node), `resizePolicy` (no in-place resize), `terminationMessagePath` at its default.
+image is what this node replaces), ServiceAccount fields (admission turns them into volumes), `dnsPolicy` ClusterFirst
+or Default (names resolve as on the node), `resizePolicy` (no in-place resize), `terminationMessagePath` at its default.
 No I/O.
 """
 
@@ -47,7 +47,7 @@ def parse_pod(manifest: Mapping[str, Any]) -> Pod:
     spec.accept(*_SCHEDULER, "imagePullSecrets", "serviceAccount", "automountServiceAccountToken")
     _refuse_host_access(spec)
     context = spec.child("securityContext")
-    rights, fs_group = _security(context), context.opt_int("fsGroup")
+    rights, fs_group = _security(context), context.integer_or_none("fsGroup")
     context.accept("fsGroupChangePolicy")
     context.only("supplementalGroupsPolicy", "Merge")
     context.done()
@@ -59,13 +59,13 @@ def parse_pod(manifest: Mapping[str, Any]) -> Pod:
         uid=meta.get("uid", ""),
         labels=meta.get("labels") or {},
         annotations=meta.get("annotations") or {},
-        node_name=spec.str("nodeName"),
-        service_account=spec.str("serviceAccountName", "default"),
+        node_name=spec.text("nodeName"),
+        service_account=spec.text("serviceAccountName", "default"),
         init_containers=tuple(_init_container(c, rights, names) for c in spec.children("initContainers")),
         containers=tuple(_container(c, rights, names) for c in spec.children("containers")),
         volumes=volumes,
-        restart_policy=spec.str("restartPolicy", "Always"),
-        grace=spec.int("terminationGracePeriodSeconds", 30),
+        restart_policy=spec.text("restartPolicy", "Always"),
+        grace=spec.integer("terminationGracePeriodSeconds", 30),
         fs_group=fs_group,
     )
     spec.done()
@@ -90,16 +90,16 @@ def _security(fields: Fields, above: SecurityContext | None = None) -> SecurityC
     above = above or SecurityContext()
     seccomp = fields.child("seccompProfile")
     seccomp.only("type", "RuntimeDefault")
-    profile = seccomp.str("type")
+    profile = seccomp.text("type")
     seccomp.done()
 
     def first(own: Any, inherited: Any) -> Any:
         return inherited if own is None else own
 
     return SecurityContext(
-        run_as_user=first(fields.opt_int("runAsUser"), above.run_as_user),
-        run_as_group=first(fields.opt_int("runAsGroup"), above.run_as_group),
-        run_as_non_root=first(fields.opt_bool("runAsNonRoot"), above.run_as_non_root),
+        run_as_user=first(fields.integer_or_none("runAsUser"), above.run_as_user),
+        run_as_group=first(fields.integer_or_none("runAsGroup"), above.run_as_group),
+        run_as_non_root=first(fields.flag_or_none("runAsNonRoot"), above.run_as_non_root),
         seccomp_profile=profile or above.seccomp_profile,
     )
 
@@ -116,8 +116,8 @@ def _container_security(fields: Fields, above: SecurityContext) -> SecurityConte
         run_as_group=shared.run_as_group,
         run_as_non_root=shared.run_as_non_root,
         seccomp_profile=shared.seccomp_profile,
-        read_only_root=fields.opt_bool("readOnlyRootFilesystem"),
-        allow_privilege_escalation=fields.opt_bool("allowPrivilegeEscalation"),
+        read_only_root=fields.flag_or_none("readOnlyRootFilesystem"),
+        allow_privilege_escalation=fields.flag_or_none("allowPrivilegeEscalation"),
         drop_capabilities=dropped,
     )
     fields.done()
@@ -141,11 +141,11 @@ def _container(fields: Fields, rights: SecurityContext, volumes: set[str]) -> Co
         raise PodRefused(f"{fields.path}.command", "required: the entrypoint of an image is not known here")
     resources = fields.child("resources")
     container = Container(
-        name=fields.str("name"),
-        image=fields.str("image"),
+        name=fields.text("name"),
+        image=fields.text("image"),
         command=fields.strings("command"),
         args=fields.strings("args"),
-        working_dir=fields.str("workingDir"),
+        working_dir=fields.text("workingDir"),
         env=tuple(_env_var(e) for e in fields.children("env")),
         env_from=tuple(_env_from(e) for e in fields.children("envFrom")),
         ports=tuple(_port(p) for p in fields.children("ports")),
@@ -157,7 +157,7 @@ def _container(fields: Fields, rights: SecurityContext, volumes: set[str]) -> Co
         requests=resources.texts("requests"),
         limits=resources.texts("limits"),
         security=_container_security(fields.child("securityContext"), rights),
-        log_tail_on_error=fields.str("terminationMessagePolicy") == "FallbackToLogsOnError",
+        log_tail_on_error=fields.text("terminationMessagePolicy") == "FallbackToLogsOnError",
     )
     resources.done()
     fields.done()
@@ -169,30 +169,30 @@ def _port(fields: Fields) -> Port:
     for key in ("hostPort", "hostIP"):
         if fields.has(key):
             raise PodRefused(f"{fields.path}.{key}", "host ports are not honoured; use a Service")
-    port = Port(name=fields.str("name"), port=fields.int("containerPort", 0))
+    port = Port(name=fields.text("name"), port=fields.integer("containerPort", 0))
     fields.done()
     return port
 
 
 def _env_var(fields: Fields) -> EnvVar:
-    name, value = fields.str("name"), fields.str("value")
+    name, value = fields.text("name"), fields.text("value")
     source = fields.child("valueFrom")
     fields.done()
     for key, kind in (("secretKeyRef", "secret"), ("configMapKeyRef", "configMap")):
         if source.has(key):
             ref = source.child(key)
-            found = EnvVar(name, "", kind, ref.str("name"), ref.str("key"), ref.bool("optional"))
+            found = EnvVar(name, "", kind, ref.text("name"), ref.text("key"), ref.flag("optional"))
             ref.done()
             source.done()
             return found
     if source.has("fieldRef"):
         ref = source.child("fieldRef")
         ref.only("apiVersion", "v1")
-        found = EnvVar(name, "", "field", ref.str("fieldPath"))
+        found = EnvVar(name, "", "field", ref.text("fieldPath"))
     elif source.has("resourceFieldRef"):
         ref = source.child("resourceFieldRef")
         ref.only("divisor", "1", "0", 1, 0)
-        found = EnvVar(name, "", "resource", ref.str("resource"), ref.str("containerName"))
+        found = EnvVar(name, "", "resource", ref.text("resource"), ref.text("containerName"))
     else:
         source.done()
         return EnvVar(name, value)
@@ -202,10 +202,10 @@ def _env_var(fields: Fields) -> EnvVar:
 
 
 def _env_from(fields: Fields) -> EnvFrom:
-    prefix = fields.str("prefix")
+    prefix = fields.text("prefix")
     kind = "secret" if fields.has("secretRef") else "configMap"
     ref = fields.child(f"{kind}Ref")
-    found = EnvFrom(kind, ref.str("name"), prefix, ref.bool("optional"))
+    found = EnvFrom(kind, ref.text("name"), prefix, ref.flag("optional"))
     ref.done()
     fields.done()
     return found
@@ -215,10 +215,10 @@ def _mount(fields: Fields, volumes: set[str]) -> VolumeMount:
     fields.only("mountPropagation", "None")
     fields.only("recursiveReadOnly", "Disabled")
     mount = VolumeMount(
-        name=fields.str("name"),
-        mount_path=fields.str("mountPath").rstrip("/"),
-        read_only=fields.bool("readOnly"),
-        sub_path=fields.str("subPath"),
+        name=fields.text("name"),
+        mount_path=fields.text("mountPath").rstrip("/"),
+        read_only=fields.flag("readOnly"),
+        sub_path=fields.text("subPath"),
     )
     fields.done()
     if mount.name not in volumes:
@@ -232,9 +232,9 @@ def _mount(fields: Fields, volumes: set[str]) -> VolumeMount:
 
 def _http_get(fields: Fields) -> HttpGet:
     fields.only("scheme", "HTTP", "HTTPS")
-    headers = tuple((h.str("name"), h.str("value")) for h in fields.children("httpHeaders"))
+    headers = tuple((h.text("name"), h.text("value")) for h in fields.children("httpHeaders"))
     action = HttpGet(
-        fields.port("port"), fields.str("path", "/"), fields.str("scheme", "HTTP"), fields.str("host"), headers
+        fields.port("port"), fields.text("path", "/"), fields.text("scheme", "HTTP"), fields.text("host"), headers
     )
     fields.done()
     return action
@@ -257,7 +257,7 @@ def _probe(container: Fields, key: str) -> Probe | None:
         action = _http_get(fields.child("httpGet"))
     elif fields.has("tcpSocket"):
         socket = fields.child("tcpSocket")
-        action = TcpSocket(socket.port("port"), socket.str("host"))
+        action = TcpSocket(socket.port("port"), socket.text("host"))
         socket.done()
     elif fields.has("exec"):
         action = _exec(fields.child("exec"))
@@ -265,12 +265,12 @@ def _probe(container: Fields, key: str) -> Probe | None:
         raise PodRefused(fields.path, "must have httpGet, tcpSocket or exec (grpc is not honoured)")
     probe = Probe(
         action=action,
-        initial_delay=fields.int("initialDelaySeconds", 0),
-        period=fields.int("periodSeconds", 10),
-        timeout=fields.int("timeoutSeconds", 1),
-        failure_threshold=fields.int("failureThreshold", 3),
-        success_threshold=fields.int("successThreshold", 1),
-        grace=fields.opt_int("terminationGracePeriodSeconds"),
+        initial_delay=fields.integer("initialDelaySeconds", 0),
+        period=fields.integer("periodSeconds", 10),
+        timeout=fields.integer("timeoutSeconds", 1),
+        failure_threshold=fields.integer("failureThreshold", 3),
+        success_threshold=fields.integer("successThreshold", 1),
+        grace=fields.integer_or_none("terminationGracePeriodSeconds"),
     )
     fields.done()
     return probe
@@ -286,7 +286,7 @@ def _pre_stop(lifecycle: Fields) -> HttpGet | Exec | Sleep | None:
         action = _http_get(fields.child("httpGet"))
     elif fields.has("sleep"):
         sleep = fields.child("sleep")
-        action = Sleep(sleep.int("seconds", 0))
+        action = Sleep(sleep.integer("seconds", 0))
         sleep.done()
     fields.done()
     return action

@@ -1,4 +1,4 @@
-"""Volumes of a Pod manifest: emptyDir, configMap, secret, downwardAPI and projected; anything else is refused. No I/O."""
+"""Volumes of a Pod manifest: emptyDir, configMap, secret, downwardAPI and projected; all else is refused. No I/O."""
 
 from paceline_cli.node.fields import Fields
 from paceline_cli.node.pod import PodRefused, Volume, VolumeItem, VolumeSourceSpec
@@ -8,7 +8,7 @@ _KINDS = ("configMap", "secret", "downwardAPI", "serviceAccountToken")
 
 def parse_volume(fields: Fields) -> Volume:
     """Raises PodRefused for a kind of volume that this node cannot fill."""
-    name = fields.str("name")
+    name = fields.text("name")
     for key in ("hostPath", "persistentVolumeClaim"):
         if fields.has(key):
             raise PodRefused(f"{fields.path}.{key}", "not honoured by a process node")
@@ -18,12 +18,12 @@ def parse_volume(fields: Fields) -> Volume:
         return _empty_dir(fields, name)
     inner = fields.child(kinds[0])
     if kinds[0] == "projected":
-        mode = inner.int("defaultMode", 0o644)
+        mode = inner.integer("defaultMode", 0o644)
         sources = tuple(_projected(s) for s in inner.children("sources"))
     else:
-        mode = inner.int("defaultMode", 0o644)
+        mode = inner.integer("defaultMode", 0o644)
         # A plain secret volume says secretName where everything else says name.
-        ref = inner.str("secretName") if kinds[0] == "secret" else ""
+        ref = inner.text("secretName") if kinds[0] == "secret" else ""
         sources = (_source(inner, kinds[0], ref),)
     inner.done()
     fields.done()
@@ -36,7 +36,7 @@ def _empty_dir(fields: Fields, name: str) -> Volume:
     volume = Volume(
         name,
         "emptyDir",
-        memory=inner.str("medium") == "Memory",
+        memory=inner.text("medium") == "Memory",
         size_limit=str(inner.raw("sizeLimit", "")),
     )
     inner.done()
@@ -61,35 +61,35 @@ def _source(fields: Fields, kind: str, ref: str) -> VolumeSourceSpec:
         return VolumeSourceSpec(
             kind,
             items=(VolumeItem("", _relative(fields, "path")),),
-            audience=fields.str("audience"),
-            expiration=fields.int("expirationSeconds", 3600),
+            audience=fields.text("audience"),
+            expiration=fields.integer("expirationSeconds", 3600),
         )
     items = tuple(_item(item, kind) for item in fields.children("items"))
     if kind == "downwardAPI":
         return VolumeSourceSpec(kind, items=items)
-    return VolumeSourceSpec(kind, ref or fields.str("name"), items, fields.bool("optional"))
+    return VolumeSourceSpec(kind, ref or fields.text("name"), items, fields.flag("optional"))
 
 
 def _item(fields: Fields, kind: str) -> VolumeItem:
-    path, mode = _relative(fields, "path"), fields.opt_int("mode")
+    path, mode = _relative(fields, "path"), fields.integer_or_none("mode")
     if kind != "downwardAPI":
-        item = VolumeItem(fields.str("key"), path, mode)
+        item = VolumeItem(fields.text("key"), path, mode)
     elif fields.has("fieldRef"):
         ref = fields.child("fieldRef")
         ref.only("apiVersion", "v1")
-        item = VolumeItem(ref.str("fieldPath"), path, mode, "field")
+        item = VolumeItem(ref.text("fieldPath"), path, mode, "field")
         ref.done()
     else:
         ref = fields.child("resourceFieldRef")
         ref.only("divisor", "1", "0", 1, 0)
-        item = VolumeItem(f"{ref.str('containerName')}/{ref.str('resource')}", path, mode, "resource")
+        item = VolumeItem(f"{ref.text('containerName')}/{ref.text('resource')}", path, mode, "resource")
         ref.done()
     fields.done()
     return item
 
 
 def _relative(fields: Fields, key: str) -> str:
-    path = fields.str(key)
+    path = fields.text(key)
     if not path or path.startswith("/") or ".." in path.split("/"):
         raise PodRefused(f"{fields.path}.{key}", "must be a relative path without ..")
     return path

@@ -37,10 +37,10 @@ class Target:
         return self.port(port)
 
 
-async def check(action: HttpGet | TcpSocket | Exec | Sleep, target: Target, timeout: float) -> tuple[bool, str]:
+async def check(action: HttpGet | TcpSocket | Exec | Sleep, target: Target, timeout_s: float) -> tuple[bool, str]:
     """(success, message). Every failure is an answer, not an exception."""
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout_s):
             match action:
                 case HttpGet():
                     return await _http_get(action, target)
@@ -49,13 +49,13 @@ async def check(action: HttpGet | TcpSocket | Exec | Sleep, target: Target, time
                     writer.close()
                     return True, ""
                 case Exec():
-                    code, output = await target.run(action.command, timeout)
+                    code, output = await target.run(action.command, timeout_s)
                     return code == 0, "" if code == 0 else f"exit code {code}: {output.strip()[-200:]}"
                 case Sleep():
                     await asyncio.sleep(action.seconds)
                     return True, ""
     except TimeoutError:
-        return False, f"timed out after {timeout:g} s"
+        return False, f"timed out after {timeout_s:g} s"
     except (OSError, ValueError, EOFError) as error:
         return False, str(error)
 

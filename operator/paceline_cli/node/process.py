@@ -127,8 +127,8 @@ class _Output:
         self._close()
 
 
-async def run_to_end(command: Command, guard: Guard, timeout: float, output_max: int = 4096) -> tuple[int, str]:
-    """Runs a command to its end: (exit code, last bytes of output). Killed and TimeoutError after `timeout` seconds."""
+async def run_to_end(command: Command, guard: Guard, timeout_s: float, output_max: int = 4096) -> tuple[int, str]:
+    """Runs a command to its end: (exit code, last bytes of output). Killed and TimeoutError after `timeout_s`."""
     tail = bytearray()
 
     def write(chunk: bytes) -> None:
@@ -137,7 +137,7 @@ async def run_to_end(command: Command, guard: Guard, timeout: float, output_max:
 
     process = await Process.start(command, write, guard)
     try:
-        ended = await asyncio.wait_for(asyncio.shield(process.ended), timeout)
+        ended = await asyncio.wait_for(asyncio.shield(process.ended), timeout_s)
     finally:
         process.kill()
     return ended.code, tail.decode(errors="replace")

@@ -1,7 +1,7 @@
 """The status of a Pod exactly as a kubelet reports it, computed from a view of its containers. Pure.
 
-Sources: Kubernetes "Pod Lifecycle" (phases, conditions) and the kubelet's `getPhase` and `GenerateContainersReadyCondition`.
-Times are RFC 3339 strings handed in by the caller.
+Sources: Kubernetes "Pod Lifecycle" (phases, conditions), the kubelet's `getPhase` and
+`GenerateContainersReadyCondition`. Times are RFC 3339 strings handed in by the caller.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -180,11 +180,6 @@ def _state(state: State) -> dict[str, Any]:
                 "startedAt": state.started_at,
                 "finishedAt": state.finished_at,
             }
-            for key, value in (
-                ("signal", state.signal),
-                ("message", state.message),
-                ("containerID", state.container_id),
-            ):
-                if value:
-                    ended[key] = value
+            more = {"signal": state.signal, "message": state.message, "containerID": state.container_id}
+            ended |= {key: value for key, value in more.items() if value}
             return {"terminated": ended}

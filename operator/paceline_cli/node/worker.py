@@ -1,8 +1,8 @@
 """The life of one pod on this node: set up, init containers in order, containers, end, clean up.
 
-Owns the pod's directory and its runners. A pod that asks for something this node does not honour stays Pending with the
-reason CreateContainerConfigError, as a kubelet reports a container it cannot configure: a phase of Failed would make the
-owning controller create pods without end.
+Owns the pod's directory and its runners. A pod that asks for something this node does not honour stays Pending with
+the reason CreateContainerConfigError, as a kubelet reports a container it cannot configure: a phase of Failed would
+make the owning controller create pods without end.
 """
 
 import asyncio
@@ -139,9 +139,13 @@ class PodWorker:
         self._message = (reason, message)
         self._changed()
 
+    def _prepared(self) -> tuple[Pod, PodEnvironment]:
+        if self._pod is None or self._environment is None:
+            raise RuntimeError("the pod is not set up yet")
+        return self._pod, self._environment
+
     async def _write_volumes(self) -> None:
-        pod, environment = self._pod, self._environment
-        assert pod is not None and environment is not None
+        pod, environment = self._prepared()
         for volume in pod.volumes:
             root = self._dir / volume.name
             if volume.kind == "files":
@@ -154,8 +158,7 @@ class PodWorker:
                 make_empty_dir(root, environment.volume_owner)
 
     def _mounts(self, container: Container) -> tuple[Mount, ...]:
-        pod, environment = self._pod, self._environment
-        assert pod is not None and environment is not None
+        pod, environment = self._prepared()
         mounts = []
         for mount in container.mounts:
             root = environment.volume_path(pod, mount.name) or self._dir / mount.name
@@ -163,8 +166,7 @@ class PodWorker:
         return tuple(mounts)
 
     def _runner(self, container: Container, *, init: bool) -> ContainerRunner:
-        pod, environment = self._pod, self._environment
-        assert pod is not None and environment is not None
+        pod, environment = self._prepared()
         log = self._config.log_dir / f"{pod.namespace}_{pod.name}" / f"{container.name}.log"
         return ContainerRunner(
             container, pod, environment, self._mounts(container), self._services, log, self._changed, init=init
@@ -199,8 +201,7 @@ class PodWorker:
             await self._enforce_size_limits()
 
     async def _enforce_size_limits(self) -> None:
-        pod, environment = self._pod, self._environment
-        assert pod is not None and environment is not None
+        pod, environment = self._prepared()
         for volume in pod.volumes:
             # A directory that stands in for the volume outlives the pod and is shared: its size is the user's business.
             if not volume.size_limit or environment.volume_path(pod, volume.name) is not None:
