@@ -31,7 +31,7 @@ def image_binds() -> list[str]:
 def image_links() -> dict[str, str]:
     """Symbolic links at the root, as on a system with a merged /usr: name -> target."""
     roots = [Path("/") / name for name in SYSTEM_DIRS]
-    return {str(path): os.readlink(path) for path in roots if path.is_symlink()}
+    return {str(path): str(path.readlink()) for path in roots if path.is_symlink()}
 
 
 def image_env() -> dict[str, str]:

@@ -113,7 +113,7 @@ def network_namespaces() -> set[str]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                found.add(os.readlink(folder / "ns" / "net"))
+                found.add(str((folder / "ns" / "net").readlink()))
             except OSError:
                 continue
     return found
