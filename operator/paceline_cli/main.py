@@ -1,0 +1,92 @@
+"""The `paceline` command: flags and arguments of every subcommand, exit codes, and errors as single lines.
+
+A subcommand's module is imported when it runs, so that `--help`, `version` and shell completion answer at once. Must
+not import torch, kopf or a Kubernetes client, not even through others.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline_cli.errors import CliError
+
+_HELP = """Run and check fleets of LLM engines described as Kubernetes objects.
+
+Exit codes: 0 done, 1 failed, 2 bad input."""
+
+_EPILOG = """\b
+Examples:
+  paceline up                              run manifests/examples/smollm2.yaml on this machine
+  paceline up my.yaml --port 9090          run your own objects
+  paceline validate deploy/*.yaml          check files before a cluster sees them
+  kubectl get pisvc -o yaml | paceline validate -
+  paceline render my.yaml | less           what the operator would create
+"""
+
+app = typer.Typer(
+    name="paceline",
+    help=_HELP,
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Files = Annotated[
+    list[str], typer.Argument(metavar="FILE...", help="YAML or JSON files, folders of them, or - for standard input.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from paceline_cli.commands import version
+
+        raise typer.Exit(version.run(as_json=False))
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before the subcommand."""
+
+
+@app.command("version")
+def _version(as_json: Json = False) -> None:
+    """Show the versions of Paceline, its API and Python."""
+    from paceline_cli.commands import version
+
+    raise typer.Exit(version.run(as_json=as_json))
+
+
+@app.command("validate")
+def _validate(files: Files, as_json: Json = False) -> None:
+    """Check files: every problem with its line, field and what to do. Nothing is sent anywhere.
+
+    Objects of other API groups, such as Secrets, are accepted as they are. References to objects that are not in the
+    files are warnings. Exit code 2 if there is a problem.
+    """
+    from paceline_cli.commands import validate
+
+    raise typer.Exit(validate.run(files, as_json=as_json))
+
+
+def main() -> None:
+    """Entry point: every CliError becomes one line per message on stderr."""
+    try:
+        app()
+    except CliError as error:
+        for message in error.messages:
+            sys.stderr.write(f"paceline: {message}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
