@@ -47,23 +47,32 @@ def find_binaries() -> Binaries:
 
     Raises `Unavailable` with the names of the programs that neither source gives.
     """
-    assets = os.environ.get("KUBEBUILDER_ASSETS", "")
-    found = _from_assets(Path(assets)) if assets else {}
+    found = _from_assets()
     missing = [name for name in FROM_GO if name not in found]
     if missing:
-        if shutil.which("go") is None:
-            where = (
-                f"KUBEBUILDER_ASSETS={assets} lacks {', '.join(missing)}" if assets else "KUBEBUILDER_ASSETS is unset"
-            )
-            raise Unavailable(
-                f"no real control plane: Go is not installed and {where}; "
-                f"install Go 1.26 or point KUBEBUILDER_ASSETS at a folder with etcd, {', '.join(FROM_GO)}"
-            )
-        built = build()
+        built = _built_or_unavailable(missing)
         found |= {name: built / name for name in missing}
     if "etcd" not in found:
         found["etcd"] = _etcd_from_package()
     return Binaries(found)
+
+
+def find_kubectl() -> Path:
+    """kubectl alone, for a cluster that somebody else runs: also from PATH."""
+    on_path = shutil.which("kubectl")
+    found = _from_assets().get("kubectl") or (Path(on_path) if on_path else None)
+    return found or _built_or_unavailable(["kubectl"]) / "kubectl"
+
+
+def _built_or_unavailable(missing: list[str]) -> Path:
+    if is_built() or shutil.which("go") is not None:
+        return build()
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    where = f"KUBEBUILDER_ASSETS={assets} lacks {', '.join(missing)}" if assets else "KUBEBUILDER_ASSETS is unset"
+    raise Unavailable(
+        f"no real control plane: Go is not installed and {where}; "
+        f"install Go 1.26 or point KUBEBUILDER_ASSETS at a folder with etcd, {', '.join(FROM_GO)}"
+    )
 
 
 def build_key() -> str:
@@ -131,12 +140,14 @@ def _build_command(output: Path) -> list[str]:
     return ["go", "build", "-trimpath", "-ldflags", ldflags, "-o", str(output), "."]
 
 
-def _from_assets(folder: Path) -> dict[str, Path]:
+def _from_assets() -> dict[str, Path]:
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    if not assets:
+        return {}
     names = ("etcd", *FROM_GO)
-    found = {name: folder / name for name in names if os.access(folder / name, os.X_OK)}
-    lacking = [name for name in ("etcd", "kube-apiserver") if name not in found]
-    if lacking:
-        raise Unavailable(f"no real control plane: KUBEBUILDER_ASSETS={folder} lacks {', '.join(lacking)}")
+    found = {name: Path(assets) / name for name in names if os.access(Path(assets) / name, os.X_OK)}
+    if not found:
+        raise Unavailable(f"no real control plane: KUBEBUILDER_ASSETS={assets} has none of {', '.join(names)}")
     return found
 
 

@@ -24,6 +24,7 @@ import cluster_binaries
 import control_plane as control_plane_module
 import network_namespace
 import node_agent
+from audit_log import AuditLog
 from cluster_binaries import Binaries, Unavailable
 from control_plane import ControlPlane, wait_until
 from network_namespace import NamespaceDenied, NetworkNamespace
@@ -39,33 +40,36 @@ def unavailable(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+_build_failure = pytest.StashKey[str]()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the binaries before the first test: a cold build takes minutes, more than a test's timeout."""
     wanted = any(item.get_closest_marker("kube") for item in session.items)
-    if not wanted or session.config.option.collectonly or cluster_binaries.is_built():
+    if not wanted or session.config.option.collectonly:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line("building the Kubernetes control plane (minutes when the Go cache is cold)")
+    if reporter is not None and not cluster_binaries.is_built():
+        reporter.write_line("looking for the Kubernetes control plane (a cold build takes minutes)")
     try:
-        cluster_binaries.find_binaries()
+        _find_programs()
     except Unavailable as error:
         session.config.stash[_build_failure] = str(error)
 
 
-_build_failure = pytest.StashKey[str]()
+def _find_programs() -> Binaries:
+    if os.environ.get("PACELINE_TEST_KUBECONFIG"):
+        return Binaries({"kubectl": cluster_binaries.find_kubectl()})
+    return cluster_binaries.find_binaries()
 
 
 @pytest.fixture(scope="session")
 def binaries(pytestconfig: pytest.Config) -> Binaries:
-    """etcd, the Kubernetes programs and kubectl."""
+    """etcd, the Kubernetes programs and kubectl; for a foreign cluster only kubectl."""
     failure = pytestconfig.stash.get(_build_failure, None)
     if failure is not None:
         unavailable(failure)
-    try:
-        return cluster_binaries.find_binaries()
-    except Unavailable as error:
-        unavailable(str(error))
+    return _find_programs()
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +127,14 @@ def _node(_control_plane: ControlPlane, cluster_network: NetworkNamespace | None
 def node(control_plane: ControlPlane, _node: node_agent.Node) -> node_agent.Node:
     """The node that runs Pods as processes."""
     return _node
+
+
+@pytest.fixture
+def audit(control_plane: ControlPlane) -> AuditLog:
+    """What was written: `mark = audit.mark()` ... `audit.writes(mark, namespace) == []`."""
+    if control_plane.audit is None:
+        unavailable("PACELINE_TEST_KUBECONFIG names a server whose audit log is not readable here")
+    return control_plane.audit
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from audit_log import AuditLog
 from cluster_binaries import Binaries, Unavailable
 from network_namespace import BRIDGE_IP
@@ -71,12 +72,10 @@ class ControlPlane:
 
     def write_kubeconfig(self, name: str, token: str) -> Path:
         """Write a kubeconfig that shows `token` (a static or a ServiceAccount token); return its path."""
-        assert self.ca_file is not None
-        ca = base64.b64encode(self.ca_file.read_bytes()).decode()
         content = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "test", "cluster": {"server": self.server, "certificate-authority-data": ca}}],
+            "clusters": [{"name": "test", "cluster": self._cluster()}],
             "users": [{"name": name, "user": {"token": token}}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": name}}],
             "current-context": "test",
@@ -85,6 +84,15 @@ class ControlPlane:
         path.touch(mode=0o600)
         path.write_text(json.dumps(content, indent=1))
         return path
+
+    def _cluster(self) -> dict[str, Any]:
+        """Address and certificate authority, as a kubeconfig names them."""
+        if self.ca_file is not None:
+            ca = base64.b64encode(self.ca_file.read_bytes()).decode()
+            return {"server": self.server, "certificate-authority-data": ca}
+        theirs = yaml.safe_load(self.kubeconfig.read_text())
+        context = next(c["context"] for c in theirs["contexts"] if c["name"] == theirs["current-context"])
+        return next(c["cluster"] for c in theirs["clusters"] if c["name"] == context["cluster"])
 
     def log_tail(self, name: str, lines: int = 15) -> str:
         """Last lines of the log of process `name`."""

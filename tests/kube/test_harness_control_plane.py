@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from audit_log import AuditLog
 from control_plane import ControlPlane, wait_until
 from kube_manifests import apply, get
 
@@ -22,9 +23,7 @@ def test_kubectl_error_carries_the_servers_words(kubectl, namespace):
         kubectl("--namespace", namespace, "get", "configmap", "absent")
 
 
-def test_audit_log_counts_mutations_only(control_plane: ControlPlane, kubectl, namespace):
-    audit = control_plane.audit
-    assert audit is not None
+def test_audit_log_counts_mutations_only(audit: AuditLog, kubectl, namespace):
     mark = audit.mark()
     apply(kubectl, namespace, CONFIG_MAP)
     written = [(w.verb, w.resource, w.name, w.user) for w in audit.writes(mark, namespace)]
@@ -58,6 +57,7 @@ def test_owned_objects_are_garbage_collected(kubectl, namespace):
 
 def test_service_account_has_no_rights_of_its_own(control_plane: ControlPlane, kubectl, namespace):
     token = kubectl("--namespace", namespace, "create", "token", "default").strip()
-    kubeconfig = control_plane.write_kubeconfig("probe", token)
     with pytest.raises(AssertionError, match=f"system:serviceaccount:{namespace}:default"):
-        kubectl("--namespace", namespace, "get", "secrets", f"--kubeconfig={kubeconfig}")
+        kubectl(
+            "--namespace", namespace, "get", "secrets", f"--kubeconfig={control_plane.write_kubeconfig('x', token)}"
+        )

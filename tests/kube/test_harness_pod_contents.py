@@ -98,7 +98,8 @@ print(json.dumps({
     "caps": [status[f"Cap{kind}"].strip() for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")],
     "no_new_privs": status["NoNewPrivs"].strip(), "seccomp": status["Seccomp"].strip(),
     "first": os.getpid(), "host": os.uname().nodename,
-    "user_namespace_refused": refused("unshare", "--user", "true"), "mount_refused": refused("mount", "-t", "tmpfs", "x", "/mnt"),
+    "user_namespace_refused": refused("unshare", "--user", "true"),
+    "mount_refused": refused("mount", "-t", "tmpfs", "x", "/mnt"),
     "others": sorted(p for p in os.listdir("/proc") if p.isdigit()),
 }))"""
     seen = json.loads(run(kubectl, node, namespace, program, spec={"securityContext": {"fsGroup": 4242}}))

@@ -158,10 +158,9 @@ def test_exit_on_sigterm_reaches_the_first_process_once(node, kubectl, namespace
     assert "signals 1" in node.log(namespace, "count", "main")
 
 
-def test_quiet_node_writes_nothing(control_plane, node, kubectl, namespace):
+def test_quiet_node_writes_nothing(audit, node, kubectl, namespace):
     apply(kubectl, namespace, web("web"))
     wait_ready(kubectl, namespace, "deployment/web")
-    audit = control_plane.audit
 
     def settled() -> bool:
         mark = audit.mark()
