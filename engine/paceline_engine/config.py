@@ -19,11 +19,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the core process needs to know.
 
     model_dir: converted model folder. dtype: of weights, activations and KV. max_model_len: prompt plus output in
-    tokens; None is what the model and the KV cache allow. max_num_seqs: running requests. max_num_batched_tokens: tokens
-    of one step. prefill_chunk_tokens: one request's share of a step. block_size: tokens of a KV block. kv_cache_bytes:
-    the block pool. kv_store_bytes: memory for preempted sequences' KV; 0 recomputes it. The simulated device holds no
-    KV, so it always recomputes. max_num_waiting: queued requests.
-    seed: of the simulated device's tokens. A simulated step takes simulated_alpha_ms + simulated_beta_ms * tokens.
+    tokens; None is what the model and the KV cache allow. max_num_seqs: running requests. max_num_batched_tokens:
+    tokens of a step. prefill_chunk_tokens: one request's share of a step. block_size: tokens of a KV block.
+    kv_cache_bytes: the block pool. kv_store_bytes: memory for preempted sequences' KV; 0 recomputes it, as the
+    simulated device, which holds no KV, always does. max_num_waiting: queued requests. seed: of the simulated device's
+    tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
     """
 
     model_dir: str

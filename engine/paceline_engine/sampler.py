@@ -1,8 +1,8 @@
 """From logits to tokens: greedy, or temperature, top-k and top-p with counter-based Gumbel noise.
 
-argmax(logits / T + g) with Gumbel g draws from softmax(logits / T) (the Gumbel-max trick). The noise of a token is a hash
-of (seed, position, token id), not a draw from a generator with state: a seeded request gives the same text alone, in
-any batch and after a preemption, because nothing but its own seed and positions enters. The hash is SplitMix64
+argmax(logits / T + g) with Gumbel g draws from softmax(logits / T) (the Gumbel-max trick). The noise of a token is a
+hash of (seed, position, token id), not a draw from a generator with state: a seeded request gives the same text alone,
+in any batch and after a preemption, because nothing but its own seed and positions enters. The hash is SplitMix64
 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 """
 

@@ -113,6 +113,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, "abort")
 
+    def abort_all(self) -> list[RequestOutput]:
+        """End every live request; their terminal "abort" outputs."""
+        return [self._finish(request, "abort") for request in list(self._requests.values())]
+
     def schedule(self) -> StepPlan:
         """Choose the next step's work and take the blocks it needs; preempts when they run out."""
         scheduled: list[ScheduledRequest] = []

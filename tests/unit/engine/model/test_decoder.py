@@ -59,13 +59,13 @@ def test_missing_and_misshapen_tensors_are_named(tiny, tmp_path):
 
     with pytest.raises(WeightsError, match=r"no tensor 'model\.layers\.3\."):
         load(dataclasses.replace(tiny.config, num_layers=4), tiny.files)
-    with pytest.raises(WeightsError, match="embed_tokens.*shape"):
+    with pytest.raises(WeightsError, match=r"embed_tokens.*shape"):
         load(dataclasses.replace(tiny.config, vocab_size=200), tiny.files)
-    with pytest.raises(WeightsError, match="no \\*.safetensors file"):
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors file"):
         load(tiny.config, [])
     broken = tmp_path / "model.safetensors"
     broken.write_bytes(b"not a checkpoint")
-    with pytest.raises(WeightsError, match="can't read weights from .*model.safetensors"):
+    with pytest.raises(WeightsError, match=r"can't read weights from .*model\.safetensors"):
         load(tiny.config, [broken])
 
 

@@ -1,0 +1,89 @@
+"""The CPU as a device: torch's kernels, weights mapped from the file, KV in host memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paceline_engine.backends.cpu_attention import PagedKV
+from paceline_engine.config import EngineConfig
+from paceline_engine.core.kv_manager import SequenceStore
+from paceline_engine.core.outputs import SampledToken, ScheduledRequest, StepPlan
+from paceline_engine.kv_transfer import KVTransfer
+from paceline_engine.messages import SamplingParams
+from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.decoder import Decoder
+from paceline_engine.runner import ModelRunner
+from paceline_kvstore.tiers.memory import MemoryTier
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_threads(cpu_max: Path = CGROUP_CPU_MAX) -> int:
+    """Threads worth starting: the CPUs this process may run on, less if its cgroup's quota is smaller.
+
+    More threads than quota would be throttled in the middle of a step, with the others waiting.
+    """
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cpu_max.read_text().split()
+        return max(1, min(available, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # No cgroup v2 here, or no quota ("max").
+        return available
+
+
+class CpuBackend:
+    """Model, KV pool and the store of preempted sequences on the CPU."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        weight_files: Sequence[Path],
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        namespace_digest: str,
+    ) -> None:
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(num_threads())
+        dtype = TORCH_DTYPES[config.dtype]
+        decoder = Decoder(model, weight_files, max_model_len=max_model_len, dtype=dtype)
+        kv = PagedKV(model, num_blocks, config.block_size, dtype)
+        self._runner = ModelRunner(decoder, kv, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+        self._tier = MemoryTier(config.kv_store_bytes)
+        self._store = KVTransfer(kv, self._tier, namespace_digest) if config.kv_store_bytes else None
+        self._warm_up()
+
+    @property
+    def kv_store(self) -> SequenceStore | None:
+        """The memory tier behind a transfer, or None if its size is 0."""
+        return self._store
+
+    @property
+    def kv_store_bytes(self) -> int:
+        """Bytes of offloaded KV, chunk headers included."""
+        return self._tier.bytes_used
+
+    def execute(self, plan: StepPlan) -> Sequence[SampledToken]:
+        """Run one step."""
+        return self._runner.execute(plan)
+
+    def _warm_up(self) -> None:
+        """One throw-away token: maps the weights' pages and starts torch's threads before anyone waits for them."""
+        item = ScheduledRequest(
+            request_id="warm-up",
+            token_ids=[0],
+            start=0,
+            new_block_ids=[0],
+            fresh_row=True,
+            sample=True,
+            sampling=SamplingParams(max_tokens=1),
+        )
+        self._runner.execute(StepPlan(scheduled=(item,)))
+        self._runner.execute(StepPlan(released=("warm-up",)))

@@ -1,0 +1,219 @@
+"""The core process: receive, schedule, execute, update, send, for as long as its parent lives.
+
+Start it with `spawn`, or as `python -m paceline_engine.core_process ADDRESS_IN ADDRESS_OUT PARENT_PID` with the
+configuration as JSON in $PACELINE_CORE_CONFIG. The API process binds both ZMQ addresses, this one connects: it pulls
+`ToCore` messages from ADDRESS_IN and pushes `FromCore` messages to ADDRESS_OUT, as msgpack. The first message is
+CoreReady or CoreFailed; then one StepOutputs a step, and one at least every HEARTBEAT_SECONDS when idle. Text, HTTP and
+tokenizers stay on the other side. Imports torch only through the backend that the configuration names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import msgspec
+import zmq
+
+from paceline_engine.config import EngineConfig
+from paceline_engine.core_setup import Core, build_core
+from paceline_engine.messages import (
+    AbortRequest,
+    AddRequest,
+    CoreFailed,
+    CoreReady,
+    CoreStats,
+    FromCore,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    ToCore,
+)
+
+HEARTBEAT_SECONDS = 0.5
+PARENT_CHECK_SECONDS = 0.5
+CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+class CoreLoop:
+    """The loop over a loaded core. `receive(seconds)` gives the next message or None; `clock` gives seconds."""
+
+    def __init__(
+        self,
+        core: Core,
+        receive: Callable[[float], ToCore | None],
+        send: Callable[[FromCore], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = core.scheduler
+        self._backend = core.backend
+        self._receive = receive
+        self._send = send
+        self._clock = clock
+        self._stopping = False
+        self._num_steps = 0
+        self._num_scheduled_tokens = 0
+        self._step_seconds = 0.0
+
+    def run(self) -> None:
+        """Step until Shutdown; requests that live then end with "abort"."""
+        while not self._stopping:
+            outputs = self._drain(0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS)
+            if self._stopping:
+                outputs += self._scheduler.abort_all()
+            elif self._scheduler.has_work:
+                outputs += self._step()
+            self._send(StepOutputs(outputs=tuple(outputs), stats=self._stats()))
+
+    def _drain(self, wait_seconds: float) -> list[RequestOutput]:
+        """Take all messages that have arrived, waiting only for the first."""
+        outputs: list[RequestOutput] = []
+        message = self._receive(wait_seconds)
+        while message is not None:
+            output = self._handle(message)
+            if output is not None:
+                outputs.append(output)
+            message = self._receive(0.0)
+        return outputs
+
+    def _handle(self, message: ToCore) -> RequestOutput | None:
+        match message:
+            case AddRequest():
+                return self._scheduler.add(message)
+            case AbortRequest():
+                return self._scheduler.abort(message.request_id)
+            case Shutdown():
+                self._stopping = True
+                return None
+
+    def _step(self) -> list[RequestOutput]:
+        begin = self._clock()
+        plan = self._scheduler.schedule()
+        outputs = self._scheduler.update(plan, self._backend.execute(plan))
+        self._num_steps += 1
+        self._num_scheduled_tokens += plan.num_tokens
+        self._step_seconds += self._clock() - begin
+        return outputs
+
+    def _stats(self) -> CoreStats:
+        scheduler, kv = self._scheduler, self._scheduler.kv
+        return CoreStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=kv.pool.num_blocks,
+            num_free_blocks=kv.pool.num_free_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_scheduled_tokens=self._num_scheduled_tokens,
+            step_seconds=self._step_seconds,
+            kv_offloaded_sequences=kv.num_offloaded_sequences,
+            kv_restored_sequences=kv.num_restored_sequences,
+            kv_store_bytes=self._backend.kv_store_bytes,
+        )
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process when `parent_pid` is no longer its parent, whatever the main thread is doing then.
+
+    A thread asks twice a second. On Linux the kernel also signals at once; it does so when the parent *thread* that
+    started us ends, so the signal is only a reason to look.
+    """
+
+    def exit_if_orphaned(_signal: int = 0, _frame: FrameType | None = None) -> None:
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+    def watch() -> None:
+        while True:
+            exit_if_orphaned()
+            time.sleep(PARENT_CHECK_SECONDS)
+
+    if sys.platform == "linux":
+        signal.signal(signal.SIGUSR2, exit_if_orphaned)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int | None = None) -> int:
+    """Load the model and serve until Shutdown; the process's exit code. Must be called from the main thread."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides.
+    die_with_parent(os.getppid() if parent_pid is None else parent_pid)
+    begin = time.monotonic()
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(address_in)
+    outbox.connect(address_out)
+    decoder = msgspec.msgpack.Decoder(ToCore)
+    encoder = msgspec.msgpack.Encoder()
+
+    def receive(seconds: float) -> ToCore | None:
+        if not inbox.poll(int(seconds * 1000)):
+            return None
+        return decoder.decode(inbox.recv())
+
+    def send(message: FromCore) -> None:
+        outbox.send(encoder.encode(message))
+
+    try:
+        core = build_core(config)
+        send(_ready(core, time.monotonic() - begin))
+        CoreLoop(core, receive, send).run()
+    except Exception as error:
+        logger.exception("the engine core failed")
+        send(CoreFailed(message=_one_line(error)))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+def _ready(core: Core, load_seconds: float) -> CoreReady:
+    return CoreReady(
+        num_blocks=core.scheduler.kv.pool.num_blocks,
+        block_size=core.scheduler.kv.block_size,
+        max_model_len=core.max_model_len,
+        namespace_digest=core.namespace_digest,
+        load_seconds=load_seconds,
+    )
+
+
+def _one_line(error: Exception) -> str:
+    """A ValueError's text is written for users; anything else also needs its type to make sense."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def spawn(config: EngineConfig, address_in: str, address_out: str) -> subprocess.Popen[bytes]:
+    """Start the core as a child process in a session of its own, so that signals to our group don't reach it."""
+    command = [sys.executable, "-m", "paceline_engine.core_process", address_in, address_out, str(os.getpid())]
+    environment = {**os.environ, CONFIG_VARIABLE: msgspec.json.encode(config).decode()}
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def main() -> int:
+    """Entry of the child process. Exit codes: 0 done, 1 failed, 2 bad input."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if len(sys.argv) != 4 or CONFIG_VARIABLE not in os.environ:
+        logger.error("usage: %s=JSON python -m %s ADDRESS_IN ADDRESS_OUT PARENT_PID", CONFIG_VARIABLE, __spec__.name)
+        return 2
+    try:
+        config = msgspec.json.decode(os.environ[CONFIG_VARIABLE], type=EngineConfig)
+    except msgspec.DecodeError as error:
+        logger.error("$%s: %s", CONFIG_VARIABLE, error)
+        return 2
+    return run(config, sys.argv[1], sys.argv[2], int(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

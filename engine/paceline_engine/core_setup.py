@@ -1,0 +1,102 @@
+"""From a configuration to a loaded core: sizes, identity, backend, scheduler.
+
+Imports no torch itself; the chosen backend may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline_api.identity import NamespaceFields, namespace_digest
+from paceline_engine.backends.base import Backend, create_backend
+from paceline_engine.config import MIB, EngineConfig
+from paceline_engine.core.block_pool import BlockPool
+from paceline_engine.core.kv_manager import KVManager
+from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
+from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.loader import LoadedModel, load_model_dir
+
+
+class SetupError(ValueError):
+    """The configuration can't work for this model; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """A backend and the scheduler that feeds it."""
+
+    scheduler: Scheduler
+    backend: Backend
+    max_model_len: int
+    namespace_digest: str
+
+
+def size_blocks(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
+    """(number of KV blocks, maximum length in tokens). Raises SetupError if the cache is too small for the length.
+
+    Without a configured maximum it is the model's, or as much of it as fits in the cache.
+    """
+    block_bytes = model.kv_bytes_per_token(config.bytes_per_element) * config.block_size
+    num_blocks = config.kv_cache_bytes // block_bytes
+    capacity = num_blocks * config.block_size
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_position_embeddings:
+        raise SetupError(
+            f"max-model-len {wanted} is beyond the model's {model.max_position_embeddings} positions; lower it"
+        )
+    # The last token's KV is never needed, so `capacity` + 1 would fit too; a round figure is easier to reason about.
+    smallest = wanted if wanted is not None else 2
+    if capacity < smallest:
+        needed = -(-smallest // config.block_size) * block_bytes
+        raise SetupError(
+            f"the KV cache of {config.kv_cache_bytes} bytes holds {capacity} tokens, fewer than {smallest}; set "
+            f"kv-cache-memory to at least {-(-needed // MIB)}Mi or lower max-model-len"
+        )
+    return num_blocks, wanted if wanted is not None else min(model.max_position_embeddings, capacity)
+
+
+def identity(config: EngineConfig, loaded: LoadedModel) -> str:
+    """Hex namespace digest: everything but tokens and tenant that KV of this engine depends on."""
+    model = loaded.config
+    scaling = sorted((model.rope_scaling or {}).items())
+    return namespace_digest(
+        NamespaceFields(
+            model=model.architecture,
+            weights_digest=loaded.weights_digest,
+            tokenizer_digest=loaded.tokenizer_digest,
+            dtype=config.dtype,
+            kv_dtype=config.dtype,
+            block_size=config.block_size,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            rope=f"theta={model.rope_theta} {scaling}",
+        )
+    )
+
+
+def build_core(config: EngineConfig) -> Core:
+    """Load the model on the configured device. Raises ValueError with one line on anything that can't work."""
+    loaded = load_model_dir(config.model_dir)
+    num_blocks, max_model_len = size_blocks(config, loaded.config)
+    digest = identity(config, loaded)
+    backend = create_backend(
+        config,
+        loaded.config,
+        loaded.files,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        namespace_digest=digest,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            max_model_len=max_model_len,
+            max_num_waiting=config.max_num_waiting,
+        ),
+        KVManager(BlockPool(num_blocks), config.block_size, backend.kv_store),
+        loaded.config.eos_token_ids,
+    )
+    return Core(scheduler=scheduler, backend=backend, max_model_len=max_model_len, namespace_digest=digest)

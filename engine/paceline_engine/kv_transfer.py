@@ -1,0 +1,96 @@
+"""KV of preempted sequences on its way between the block pool and the key-value store's memory tier.
+
+A sequence travels in chunks of up to CHUNK_TOKENS tokens over all layers, [layers, 2, tokens, kv_heads, head_dim],
+keyed by what the KV is the state of: namespace, tenant salt and all tokens up to the chunk's end. The tier checks key
+and checksum and may forget a chunk at any time; the leading chunks that it still has are restored, the rest is
+recomputed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paceline_api.identity import block_hash
+from paceline_engine.backends.cpu_attention import PagedKV
+from paceline_engine.core.request import Request
+from paceline_kvstore.codec import encoded_size
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.tiers.base import Tier
+
+CHUNK_TOKENS = 256
+
+
+class KVTransfer:
+    """Implements `core.kv_manager.SequenceStore` on a pool in host memory and a tier."""
+
+    def __init__(self, kv: PagedKV, tier: Tier, namespace_digest: str, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self.tier = tier
+        self._kv = kv
+        self._namespace = bytes.fromhex(namespace_digest)
+        # Whole blocks, so that a chunk's hash is a link of the block chain.
+        self._chunk_tokens = max(1, chunk_tokens // kv.block_size) * kv.block_size
+        self._slots = kv.tensor.flatten(2, 3)
+        self._chunks_of: dict[str, list[ChunkKey]] = {}
+
+    def save(self, request: Request) -> int:
+        """Put the computed tokens' KV into the tier, first chunk first, as far as the tier holds it."""
+        keys: list[ChunkKey] = []
+        num_saved = 0
+        num_bytes = 0
+        for key in self._chunk_keys(request):
+            payload = self._read(request, num_saved, key.num_tokens)
+            num_bytes += encoded_size(payload.nbytes)
+            # Beyond its capacity the tier would evict this sequence's own head, without which its tail is no use.
+            if num_bytes > self.tier.capacity or not self.tier.put(key, payload.data):
+                break
+            keys.append(key)
+            num_saved += key.num_tokens
+        self._chunks_of[request.request_id] = keys
+        return num_saved
+
+    def load(self, request: Request, num_tokens: int) -> int:
+        """Write the leading chunks that the tier still has into the request's blocks; the store then forgets them."""
+        num_loaded = 0
+        for key in self._chunks_of.get(request.request_id, ()):
+            payload = self.tier.get(key)
+            if payload is None:
+                break
+            self._write(request, num_loaded, key.num_tokens, payload)
+            num_loaded += key.num_tokens
+        self.drop(request)
+        return min(num_loaded, num_tokens)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request's chunks."""
+        for key in self._chunks_of.pop(request.request_id, ()):
+            self.tier.delete(key)
+
+    def _chunk_keys(self, request: Request) -> list[ChunkKey]:
+        """Keys of the computed tokens' chunks; the last block of the last chunk may be partial."""
+        keys: list[ChunkKey] = []
+        chain: bytes | None = None
+        total, block_size = request.num_computed_tokens, self._kv.block_size
+        for start in range(0, total, block_size):
+            end = min(start + block_size, total)
+            chain = block_hash(chain, request.token_ids[start:end], request.salt)
+            if end % self._chunk_tokens == 0 or end == total:
+                first = (end - 1) // self._chunk_tokens * self._chunk_tokens
+                keys.append(ChunkKey(self._namespace, chain, end - first))
+        return keys
+
+    def _slot_ids(self, request: Request, start: int, num_tokens: int) -> torch.Tensor:
+        positions = torch.arange(start, start + num_tokens)
+        block_size = self._kv.block_size
+        blocks = torch.tensor(request.block_ids, dtype=torch.int64)[positions // block_size]
+        return blocks * block_size + positions % block_size
+
+    def _read(self, request: Request, start: int, num_tokens: int) -> np.ndarray:
+        chunk = self._slots.index_select(2, self._slot_ids(request, start, num_tokens))
+        return chunk.view(torch.uint8).numpy()
+
+    def _write(self, request: Request, start: int, num_tokens: int, payload: memoryview) -> None:
+        layers, two, _, heads, head_dim = self._slots.shape
+        chunk = torch.empty((layers, two, num_tokens, heads, head_dim), dtype=self._slots.dtype)
+        chunk.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(payload, dtype=np.uint8)
+        self._slots.index_copy_(2, self._slot_ids(request, start, num_tokens), chunk)
