@@ -52,6 +52,11 @@ def identity(manifest: Manifest) -> tuple[str, str]:
     return str(manifest["kind"]), str(manifest["metadata"]["name"])
 
 
+def place(manifest: Manifest) -> tuple[str, str]:
+    """(namespace, name)."""
+    return str(manifest["metadata"]["namespace"]), str(manifest["metadata"]["name"])
+
+
 def being_deleted(manifest: Manifest) -> bool:
     return dig(manifest, "metadata", "deletionTimestamp") is not None
 

@@ -1,0 +1,90 @@
+"""Where informers hand over events: cache first, then the keys concerned go to the queue. Also the resync.
+
+An event's own keys are computed from the object before and after, so that a service that leaves a router has both
+fleets looked at. Must not plan or write.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from paceline_api.kube import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    INFERENCE_SERVICE,
+    KV_STORE,
+    POD,
+    POD_DISRUPTION_BUDGET,
+    ROLE,
+    ROLE_BINDING,
+    ROUTER,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    TENANT,
+    EventType,
+    Kind,
+    KubeClient,
+    Manifest,
+)
+from paceline_api.names import MANAGED_BY
+from paceline_operator.cache import Cache
+from paceline_operator.dependents import every_key, keys_for
+from paceline_operator.metrics import OperatorMetrics
+from paceline_operator.planner.manifests import OPERATOR
+from paceline_operator.planner.model import Key
+from paceline_operator.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+OWN_KINDS: Sequence[Kind] = (INFERENCE_SERVICE, ROUTER, TENANT, KV_STORE)
+CHILD_KINDS: Sequence[Kind] = (
+    DEPLOYMENT, SERVICE, CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, POD_DISRUPTION_BUDGET,
+)  # fmt: skip
+WATCHED_KINDS: Sequence[Kind] = (*OWN_KINDS, *CHILD_KINDS, POD)
+
+
+def label_selector(kind: Kind) -> str:
+    """Only what Paceline manages, except for the kinds that users write."""
+    return "" if kind in OWN_KINDS else f"{MANAGED_BY}={OPERATOR}"
+
+
+class Feed:
+    """Thread-safe: informers call `event` from their own threads."""
+
+    def __init__(self, cache: Cache, queue: WorkQueue[Key], metrics: OperatorMetrics) -> None:
+        self._cache = cache
+        self._queue = queue
+        self._metrics = metrics
+
+    def event(self, kind: Kind, event_type: EventType, manifest: Manifest) -> None:
+        """One change. Objects outside namespaces and foreign shapes do not occur in the watched kinds."""
+        metadata = manifest["metadata"]
+        before = self._cache.get(kind, str(metadata["namespace"]), str(metadata["name"]))
+        if event_type == "DELETED":
+            self._cache.remove(kind, manifest)
+        elif not self._cache.put(kind, manifest):
+            return
+        for version in filter(None, (before, manifest)):
+            self._enqueue(keys_for(self._cache, kind, version))
+
+    def resync(self, client: KubeClient, namespace: str | None) -> None:
+        """Real LISTs of every kind; ghosts go, and every key is looked at again. Raises KubeError."""
+        for kind in WATCHED_KINDS:
+            listed = client.list(kind, namespace, label_selector=label_selector(kind))
+
+            def confirm(space: str, name: str, kind: Kind = kind) -> Manifest | None:
+                return client.get(kind, space, name)
+
+            _, ghosts = self._cache.correct(kind, namespace, listed.items, confirm)
+            if ghosts:
+                log.warning("Found %d ghosts of kind %s: their deletion was never reported", len(ghosts), kind.kind)
+                self._metrics.ghosts(kind.kind, len(ghosts))
+            for ghost in ghosts:
+                self._enqueue(keys_for(self._cache, kind, ghost))
+        self._enqueue(every_key(self._cache))
+
+    def _enqueue(self, keys: set[Key]) -> None:
+        for key in sorted(keys):
+            if not self._queue.add(key):
+                log.warning("The workqueue is full, %s waits for the next resync", key)
