@@ -78,6 +78,25 @@ def _validate(files: Files, as_json: Json = False) -> None:
     raise typer.Exit(validate.run(files, as_json=as_json))
 
 
+@app.command("render")
+def _render(
+    files: Files,
+    as_json: Json = False,
+    image_engine: Annotated[str, typer.Option(metavar="IMAGE", help="Engine image; default: the operator's.")] = "",
+    image_router: Annotated[str, typer.Option(metavar="IMAGE", help="Router image; default: the operator's.")] = "",
+) -> None:
+    """Show the children that the operator would create, as YAML. No cluster is asked.
+
+    The output is for reading and diffing: owner references are left out and the internal token is a placeholder.
+    """
+    from paceline_cli.commands import render
+    from paceline_operator.planner.model import PlanSettings
+
+    images = {"image_engine": image_engine, "image_router": image_router}
+    settings = PlanSettings(**{name: value for name, value in images.items() if value})
+    raise typer.Exit(render.run(files, as_json=as_json, settings=settings))
+
+
 def main() -> None:
     """Entry point: every CliError becomes one line per message on stderr."""
     try:
