@@ -30,6 +30,7 @@ from paceline_operator.settings import Settings
 
 log = logging.getLogger("paceline_operator")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_WATCHDOG_S = 1.0
 _DEFAULTS = Settings()
 _PLAN = PlanSettings()
 
@@ -97,9 +98,8 @@ def _connected(kubeconfig: Path | None) -> OfficialKubeClient:
     except KubeError as error:
         _bad(f"cannot reach the Kubernetes API: {error.message}")
     if missing:
-        _bad(
-            f"the API server does not serve {', '.join(missing)} of paceline.dev: install the CRDs (kubectl apply -k crds)"
-        )
+        names = ", ".join(missing)
+        _bad(f"the API server does not serve {names} of paceline.dev: install the CRDs (kubectl apply -k crds)")
     return client
 
 
@@ -147,7 +147,9 @@ class _Process:
         watchdog = threading.Thread(target=self._watch_operator, name="watchdog", daemon=True)
         watchdog.start()
         if leader_elect:
-            self._leader.run(self._stop, self._begin, lambda: self._fail("lost the lease"))
+            # The first lists may take longer than a lease lives, so they do not run on the thread that renews it.
+            begin = threading.Thread(target=self._begin, name="begin", daemon=True)
+            self._leader.run(self._stop, begin.start, lambda: self._fail("lost the lease"))
         else:
             self._begin()
             self._stop.wait()
@@ -173,8 +175,14 @@ class _Process:
         self._stop.set()
 
     def _watch_operator(self) -> None:
-        while not self._stop.wait(5.0):
-            if self._started and (problem := self._operator.problem):
+        while not self._stop.wait(_WATCHDOG_S):
+            if not self._started:
+                continue
+            if self._elects and not self._leader.leading:
+                # The renewing thread may hang in a request: others may lead by now, so nothing is asked to finish.
+                log.error("Stopping: lost the lease")
+                os._exit(1)
+            if problem := self._operator.problem:
                 self._fail(problem)
 
     def _live(self) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from paceline_api.kube import EventType, Kind, KubeClient, Manifest
-from paceline_kube.reflector import Handler, Reflector
+from paceline_kube.reflector import WATCH_TIMEOUT_S, Handler, Reflector
 from paceline_operator.feed import WATCHED_KINDS, label_selector
 
 Sink = Callable[[Kind, EventType, Manifest], None]
@@ -36,11 +36,17 @@ class WatchInformer:
     """List and watch of every kind through the client."""
 
     def __init__(
-        self, client: KubeClient, namespace: str | None, sink: Sink, *, watch_timeout_s: int | None = None
+        self, client: KubeClient, namespace: str | None, sink: Sink, *, watch_timeout_s: int = WATCH_TIMEOUT_S
     ) -> None:
-        options = {} if watch_timeout_s is None else {"watch_timeout_s": watch_timeout_s}
         self._reflectors = [
-            Reflector(client, kind, namespace, _bound(sink, kind), label_selector=label_selector(kind), **options)
+            Reflector(
+                client,
+                kind,
+                namespace,
+                _bound(sink, kind),
+                label_selector=label_selector(kind),
+                watch_timeout_s=watch_timeout_s,
+            )
             for kind in WATCHED_KINDS
         ]
 

@@ -26,7 +26,7 @@ class HealthServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it
                 """Probes come every few seconds; the kubelet reports the failed ones."""
 
         self._server = ThreadingHTTPServer((host, port), Handler)
