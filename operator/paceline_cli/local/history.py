@@ -1,4 +1,4 @@
-"""The watch cache of one store: bounded, ordered by resourceVersion, with selector transitions. Not thread-safe alone."""
+"""The watch cache of one store: bounded, ordered by resourceVersion, with selector transitions. Not thread-safe."""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The object store on loopback as a subset of the Kubernetes API, so that processes use the client they use in a cluster.
+"""The object store on loopback as a subset of the Kubernetes API: processes use the same client as in a cluster.
 
 Discovery, get, list, watch, create, update, server-side apply, merge patch, delete, and the status subresource, for the
 kinds of `paceline_api.kube`; one bearer token, loopback only. Not here: strategic and JSON patches, limit/continue
@@ -69,8 +69,9 @@ class ApiServer:
         listener = _bind(self._host, self._port)
         self.url = f"http://{self._host}:{listener.getsockname()[1]}"
         self._task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not server.started and not self._task.done():
-            await asyncio.sleep(0.005)
+        ready = asyncio.ensure_future(server.ready.wait())
+        await asyncio.wait({ready, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
         return self.url
 
     async def stop(self) -> None:
@@ -156,7 +157,7 @@ class ApiServer:
         return write(body, field_manager=manager)
 
     def _merge_patch(self, address: Address, patch: Manifest) -> Manifest:
-        """RFC 7386. The version read is a precondition, so a writer in between makes a Conflict, never a lost update."""
+        """RFC 7386. The version read is a precondition: a writer in between makes a Conflict, not a lost update."""
         old = self._existing(address)
         new = _merged(old, patch)
         return self._store.replace_status(new) if address.status else self._store.replace(new)
@@ -222,7 +223,15 @@ class ApiServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: Ctrl-C belongs to the program around it."""
+    """uvicorn without its signal handlers (Ctrl-C belongs to the program around it); `ready` is set once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -230,7 +239,18 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port))
+    # The protocol is named because asyncio sets TCP_NODELAY only on sockets that name it; without it each answer waits
+    # some 40 ms for a delayed acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            error.errno, f"port {port} is in use on {host}: stop the other program or choose another"
+        ) from error
+    return listener
 
 
 def _waker(kind: Kind, loop: asyncio.AbstractEventLoop, wake: asyncio.Event) -> Callable[[Kind], None]:

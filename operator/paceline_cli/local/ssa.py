@@ -79,7 +79,8 @@ def apply(live: dict[str, Any], owners: Owners, manager: str, intent: dict[str, 
     others = {name: paths - taken for name, paths in owners.items() if name != manager}
     owned_by_others = frozenset[Path]().union(*others.values())
     dropped = owners.get(manager, frozenset()) - wanted.keys() - owned_by_others
-    for path in sorted(dropped, key=len, reverse=True):
+    # Items of lists before their fields: without its key field an item could not be found.
+    for path in sorted(dropped, key=len):
         if before.get(path) is _MEMBER and any(p[: len(path)] == path for p in owned_by_others):
             continue
         _remove(result, path, wanted)
@@ -115,9 +116,11 @@ def _merge_list(live: list[Any], intent: list[Any], keys: tuple[str, ...], path:
         for item in intent
         for key in [_key(item, keys)]
     }
-    # Two managers of one list must not reorder each other's items for ever: order changes only if ours is not respected.
-    if [key for key in present if key in merged] == list(merged):
-        return [merged.get(key, item) for key, item in present.items()]
+    # Two managers of one list must not reorder each other's items for ever: order changes only if ours is wrong.
+    ours = [key for key in present if key in merged]
+    added = [key for key in merged if key not in present]
+    if ours + added == list(merged):
+        return [*(merged.get(key, item) for key, item in present.items()), *(merged[key] for key in added)]
     return [*merged.values(), *(item for key, item in present.items() if key not in merged)]
 
 

@@ -253,16 +253,14 @@ class ObjectStore:
 
     def _save(self, kind: Kind, key: _Key, body: Manifest, owners: ssa.Owners) -> Manifest:
         old = self._objects[kind].get(key)
-        if old is None:
-            new = rules.created(body, kind, self._new_uid(), self._now())
-        else:
-            new = rules.updated(old, body, kind)
+        uid, now = self._new_uid(), self._now()
+        new = rules.created(body, kind, uid, now) if old is None else rules.updated(old, body, kind)
         rules.check(old, new, kind, self._validators.get(kind))
         return self._write(kind, key, new, owners)
 
     def _write(self, kind: Kind, key: _Key, new: Manifest, owners: ssa.Owners) -> Manifest:
         old = self._objects[kind].get(key)
-        if old == new and self._owners.get((kind, key), {}) == owners:
+        if old is not None and old == new and self._owners.get((kind, key), {}) == owners:
             return deepcopy(old)
         self._version += 1
         new = deepcopy({**new, "metadata": {**new["metadata"], "resourceVersion": str(self._version)}})
