@@ -1,1 +1,4 @@
-"""The gateway of a namespace: OpenAI HTTP in, the right engine out."""
+"""The OpenAI gateway of a namespace: authenticates, picks a replica, streams, judges each request once.
+
+Imports `paceline_api` and `paceline_kube` only; never the operator, the engine or torch.
+"""

@@ -1,0 +1,67 @@
+"""Reading a request body within bounds, and the two fields of it that the router needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NamedTuple
+
+from paceline_router.asgi import ClientGone, Receive
+from paceline_router.errors import BodyTooLarge, BodyTooSlow, ClientError
+from paceline_router.settings import EXCESS_BODY_BYTES_MAX
+
+
+class Question(NamedTuple):
+    """What the router reads of a body. The body itself goes on byte for byte."""
+
+    model: str
+    stream: bool
+
+
+async def read_body(receive: Receive, *, content_length: str | None, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises BodyTooLarge, BodyTooSlow or ClientGone."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, _declared(content_length), max_bytes)
+    except TimeoutError:
+        raise BodyTooSlow(f"the request body did not arrive within {timeout_s:g} s; send it faster") from None
+
+
+def read_question(body: bytes) -> Question:
+    """Model name and whether to stream. Raises ClientError for a body that is not a usable JSON object."""
+    try:
+        document: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ClientError("the request body is not valid JSON") from None
+    if not isinstance(document, dict):
+        raise ClientError("the request body must be a JSON object")
+    model = document.get("model")
+    if not isinstance(model, str) or not model:
+        raise ClientError("name a model in the field 'model'", param="model")
+    return Question(model, document.get("stream") is True)
+
+
+def _declared(content_length: str | None) -> int:
+    return int(content_length) if content_length is not None and content_length.isdecimal() else 0
+
+
+async def _read(receive: Receive, declared: int, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    too_large = declared > max_bytes
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        too_large = too_large or size > max_bytes
+        if too_large:
+            parts.clear()
+        else:
+            parts.append(part)
+        if not message.get("more_body", False) or size > max_bytes + EXCESS_BODY_BYTES_MAX:
+            break
+    if too_large:
+        raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; send less, or raise maxBodyBytes")
+    return b"".join(parts)

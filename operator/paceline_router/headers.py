@@ -1,0 +1,78 @@
+"""Which headers pass in which direction, and request ids. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from paceline_api import wire
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+# RFC 9110 section 7.6.1, and the older names that still occur.
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# Set anew for each hop, or the client's own business: its key and cookies are not for engines. Answers come
+# unencoded, since the router must read them to judge them.
+_NOT_FORWARDED = frozenset(["host", "content-length", "expect", "authorization", "cookie", "accept-encoding"])
+_NOT_RETURNED = frozenset(["content-length", "date", "server", "set-cookie"]) | {wire.HEADER_REQUEST_ID}
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def decoded(raw: RawHeaders) -> dict[str, str]:
+    """Headers by lower-case name; the first of several counts."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+    return headers
+
+
+def request_id(headers: Mapping[str, str], fresh: str) -> str:
+    """The client's id if it is printable and short, else `fresh`."""
+    sent = headers.get(wire.HEADER_REQUEST_ID, "")
+    return sent if _REQUEST_ID.fullmatch(sent) else fresh
+
+
+def for_engine(headers: Mapping[str, str], *, request_id: str, salt: str, token: str | None) -> dict[str, str]:
+    """Headers of the request to the engine: the client's end-to-end ones, and ours."""
+    dropped = _NOT_FORWARDED | HOP_BY_HOP | _named_by_connection(headers.get("connection", ""))
+    sent = {
+        name: value
+        for name, value in headers.items()
+        if name not in dropped and not name.startswith(wire.HEADER_PREFIX_PRIVATE)
+    }
+    sent["accept-encoding"] = "identity"
+    sent[wire.HEADER_REQUEST_ID] = request_id
+    sent[wire.HEADER_SALT] = salt
+    if token is not None:
+        sent["authorization"] = f"Bearer {token}"
+    return sent
+
+
+def for_client(raw: RawHeaders, *, request_id: str) -> list[tuple[bytes, bytes]]:
+    """Headers of the answer to the client: the engine's end-to-end ones, and the request id."""
+    listed = [(name.lower(), value) for name, value in raw]
+    connection = ",".join(value.decode("latin-1") for name, value in listed if name == b"connection")
+    dropped = _NOT_RETURNED | HOP_BY_HOP | _named_by_connection(connection)
+    private = wire.HEADER_PREFIX_PRIVATE.encode()
+    kept = [
+        (name, value)
+        for name, value in listed
+        if name.decode("latin-1") not in dropped and not name.startswith(private)
+    ]
+    return [*kept, (wire.HEADER_REQUEST_ID.encode(), request_id.encode())]
+
+
+def _named_by_connection(value: str) -> frozenset[str]:
+    return frozenset(token.strip().lower() for token in value.split(",") if token.strip())

@@ -1,0 +1,81 @@
+"""Reads a streamed OpenAI answer as it passes: when content starts, how many tokens, how it ends. Pure.
+
+The bytes themselves are never changed. Content counts in any form a model speaks: text, reasoning or tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+LINE_BYTES_MAX = 1 << 20
+_CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call", "refusal")
+_DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class StreamMeter:
+    """`first_content_s` is the time given with the bytes that held the first content, in the caller's clock."""
+
+    first_content_s: float | None = None
+    content_events: int = 0
+    usage_tokens: int | None = None
+    done: bool = False
+    failed: bool = False
+    _tail: bytes = b""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens by the engine's own count when it sent one, else events with content."""
+        return self.content_events if self.usage_tokens is None else self.usage_tokens
+
+    def feed(self, data: bytes, now: float) -> None:
+        lines = (self._tail + data).split(b"\n")
+        self._tail = lines.pop()
+        if len(self._tail) > LINE_BYTES_MAX:
+            self._tail = b""
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+
+    def _event(self, payload: bytes, now: float) -> None:
+        if payload == _DONE:
+            self.done = True
+            return
+        try:
+            event = json.loads(payload)
+        except ValueError:
+            return
+        if not isinstance(event, dict):
+            return
+        if event.get("error"):
+            self.failed = True
+        tokens = usage_tokens(event)
+        if tokens is not None:
+            self.usage_tokens = tokens
+        if any(_has_content(choice) for choice in event.get("choices") or ()):
+            self.content_events += 1
+            if self.first_content_s is None:
+                self.first_content_s = now
+
+
+def usage_tokens(answer: dict[str, Any]) -> int | None:
+    """`usage.completion_tokens` of an answer or event, if it states one."""
+    usage = answer.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else None
+
+
+def error_event(error: dict[str, str | None]) -> bytes:
+    """The event that ends a broken stream. The leading blank line closes an event that was cut off half way."""
+    return b"\n\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+def _has_content(choice: object) -> bool:
+    if not isinstance(choice, dict):
+        return False
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(delta.get(name) for name in _CONTENT_FIELDS)
