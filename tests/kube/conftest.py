@@ -8,6 +8,7 @@ with the reason, or fail if CI=true: a green run in CI must mean that they ran.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ _build_failure = pytest.StashKey[str]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the binaries before the first test: a cold build takes minutes, more than a test's timeout."""
-    wanted = any(item.get_closest_marker("kube") for item in session.items)
+    wanted = any(item.get_closest_marker("kube") or item.get_closest_marker("node") for item in session.items)
     if not wanted or session.config.option.collectonly:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -127,6 +128,24 @@ def _node(_control_plane: ControlPlane, cluster_network: NetworkNamespace | None
 def node(control_plane: ControlPlane, _node: node_agent.Node) -> node_agent.Node:
     """The node that runs Pods as processes."""
     return _node
+
+
+@pytest.fixture(scope="session")
+def _runc_node(_control_plane: ControlPlane, cluster_network: NetworkNamespace | None) -> Iterator[node_agent.Node]:
+    if cluster_network is None:
+        unavailable("PACELINE_TEST_KUBECONFIG names a cluster with nodes of its own; this test needs ours")
+    if shutil.which("runc") is None:
+        unavailable("runc is not installed: run tests/kube/install_runc.sh as root")
+    with cluster_network.entered():
+        node = node_agent.start(_control_plane, "paceline-runc")
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def runc_node(control_plane: ControlPlane, _runc_node: node_agent.Node) -> node_agent.Node:
+    """The node that runs Pods by runc; a Pod asks for it with `nodeName`."""
+    return _runc_node
 
 
 @pytest.fixture

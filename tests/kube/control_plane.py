@@ -28,7 +28,8 @@ from audit_log import AuditLog
 from cluster_binaries import Binaries, Unavailable
 from network_namespace import BRIDGE_IP
 
-NODE_NAME = "paceline-node"
+# Each node has its own runtime and so its own identity; the order is that of their parts of the Pods' subnet.
+NODES = {"paceline-node": "namespaces", "paceline-runc": "runc"}
 API_PORT = 6443
 ETCD_URL = "http://127.0.0.1:2379"
 READY_TIMEOUT_S = 60.0
@@ -41,8 +42,7 @@ USERS = {
     "admin": ("admin", "system:masters"),
     "controller-manager": ("system:kube-controller-manager", ""),
     "scheduler": ("system:kube-scheduler", ""),
-    "node": (f"system:node:{NODE_NAME}", "system:nodes"),
-}
+} | {name: (f"system:node:{name}", "system:nodes") for name in NODES}
 # Reads are left out: the log answers "what was written?".
 AUDIT_POLICY = {
     "apiVersion": "audit.k8s.io/v1",

@@ -20,17 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from control_plane import NODE_NAME, ControlPlane, wait_until
+from control_plane import NODES, ControlPlane, wait_until
 from kubernetes import client, config
 from network_namespace import BRIDGE_IP
 from node_api import CAPACITY, ApiContent, ApiStatusSink, NodeApi
+from oci_bundle import RuncIsolation, remove_cgroups
 from pod_isolation import NamespaceIsolation
 
 from paceline_cli.node.node import ProcessNode
 from paceline_cli.node.worker import NodeConfig
 
 log = logging.getLogger("paceline.kube.node")
-PROCESS_NAME = "node-agent"
+DEFAULT_NODE = "paceline-node"
+ISOLATIONS = {"namespaces": NamespaceIsolation, "runc": RuncIsolation}
 VOLUME_REFRESH_S = 5.0
 
 
@@ -49,58 +51,66 @@ class Node:
 
     def stop(self) -> None:
         """Kill the agent and with it every container."""
-        process = self.plane.processes.pop(PROCESS_NAME, None)
+        process = self.plane.processes.pop(self.name, None)
         if process is not None:
             process.kill()
             process.wait(10)
+        if NODES[self.name] == "runc":
+            remove_cgroups()
 
 
-def start(plane: ControlPlane) -> Node:
-    """Start the agent and wait until the API server shows its Node ready and schedulable."""
-    folder = plane.folder / "node"
+def start(plane: ControlPlane, name: str = DEFAULT_NODE) -> Node:
+    """Start the agent of one of `NODES` and wait until the API server shows its Node ready.
+
+    Only the default node takes Pods from the scheduler; for another one a Pod names it in `nodeName`.
+    """
+    folder = plane.folder / name
     folder.mkdir(mode=0o700)
     agent = [
         *(sys.executable, str(Path(__file__).resolve())),
-        *("--kubeconfig", str(plane.kubeconfig_for("node"))),
+        *("--name", name),
+        *("--kubeconfig", str(plane.kubeconfig_for(name))),
         *("--folder", str(folder)),
     ]
     # The shell is the first process of the tree: it collects what containers leave behind when they are killed.
     tree = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    process = plane.spawn(PROCESS_NAME, [*tree, "sh", "-c", '"$@" & wait $!', "sh", *agent])
+    process = plane.spawn(name, [*tree, "sh", "-c", '"$@" & wait $!', "sh", *agent])
     core = client.CoreV1Api(config.new_client_from_config(str(plane.kubeconfig)))
 
     def ready() -> bool:
         if process.poll() is not None:
-            raise AssertionError(f"the node agent ended:\n{plane.log_tail(PROCESS_NAME)}")
+            raise AssertionError(f"the node agent ended:\n{plane.log_tail(name)}")
         with contextlib.suppress(client.ApiException):
-            node = core.read_node(NODE_NAME)
+            node = core.read_node(name)
             conditions = {c.type: c.status for c in node.status.conditions or []}
-            return conditions.get("Ready") == "True" and not node.spec.taints
+            return conditions.get("Ready") == "True" and (node.spec.unschedulable or not node.spec.taints)
         return False
 
     try:
-        wait_until(f"node {NODE_NAME} is ready", ready, timeout=30)
+        wait_until(f"node {name} is ready", ready, timeout=30)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{plane.log_tail(PROCESS_NAME)}") from error
-    return Node(NODE_NAME, folder, plane)
+        raise AssertionError(f"{error}\n{plane.log_tail(name)}") from error
+    return Node(name, folder, plane)
 
 
-async def run(kubeconfig: Path, folder: Path) -> None:
-    """Be the node until killed."""
+async def run(name: str, kubeconfig: Path, folder: Path) -> None:
+    """Be the node `name` until killed."""
     if shutil.which("ip") is None:
         raise SystemExit("the node needs `ip` (package iproute2)")
     api_client = config.new_client_from_config(str(kubeconfig))
     server = urlsplit(api_client.configuration.host)
-    api = NodeApi(api_client, NODE_NAME, BRIDGE_IP)
+    api = NodeApi(api_client, name, BRIDGE_IP)
     sink = ApiStatusSink(api)
+    index = list(NODES).index(name)
+    isolation = ISOLATIONS[NODES[name]]
     node = ProcessNode(
-        NodeConfig(NODE_NAME, folder / "state", folder / "logs", VOLUME_REFRESH_S),
-        isolation=NamespaceIsolation(folder / "sandboxes", server.hostname or BRIDGE_IP, server.port or 443),
+        NodeConfig(name, folder / "state", folder / "logs", VOLUME_REFRESH_S),
+        isolation=isolation(folder / "sandboxes", server.hostname or BRIDGE_IP, server.port or 443, index),
         content=ApiContent(api),
         sink=sink,
         capacity=CAPACITY,
     )
-    await asyncio.to_thread(api.register)
+    await asyncio.to_thread(api.register, schedulable=name == DEFAULT_NODE)
     loop = asyncio.get_running_loop()
 
     def listed(pods: list[dict]) -> None:
@@ -134,12 +144,13 @@ def _background(name: str, work: Callable[[], None]) -> None:
 def main() -> None:
     """Command line of the agent's own process."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", choices=NODES, required=True)
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="private folder for state, logs and namespaces")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     os.umask(0o022)
-    asyncio.run(run(arguments.kubeconfig, arguments.folder))
+    asyncio.run(run(arguments.name, arguments.kubeconfig, arguments.folder))
 
 
 if __name__ == "__main__":

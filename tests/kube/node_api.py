@@ -46,14 +46,14 @@ class NodeApi:
         self.name = name
         self._address = address
 
-    def register(self) -> None:
+    def register(self, *, schedulable: bool) -> None:
         """Create the Node unless it is there, report it ready and take its Lease."""
         labels = {
             "kubernetes.io/hostname": self.name,
             "kubernetes.io/os": "linux",
             "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "amd64"),
         }
-        body = {"metadata": {"name": self.name, "labels": labels}, "spec": {}}
+        body = {"metadata": {"name": self.name, "labels": labels}, "spec": {"unschedulable": not schedulable}}
         try:
             self._call("POST", "/api/v1/nodes", body)
         except ApiException as error:

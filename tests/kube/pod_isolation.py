@@ -66,20 +66,21 @@ class Sandbox:
         return path if path in self.memory_volumes else None
 
     def command(self, container: Container, command: Command, mounts: tuple[Mount, ...]) -> Command:
+        spec = self.folder / f"{container.name}.{next(self.serial)}.json"
+        spec.touch(mode=0o600)
+        spec.write_text(json.dumps(self.container_spec(container, command, mounts)))
+        # -E -s -S: the environment is the container's, and start-up need not look for packages.
+        argv = (sys.executable, "-E", "-s", "-S", str(SANDBOX_INIT), str(spec))
+        return Command(argv, {"PATH": os.defpath}, "/")
+
+    def container_spec(self, container: Container, command: Command, mounts: tuple[Mount, ...]) -> dict[str, Any]:
+        """Everything that a runtime must know to start `command`, as plain data."""
         for mount in mounts:
             if not mount.host_path.exists():
                 # A subPath that is not there yet.
                 mount.host_path.mkdir(parents=True)
                 mount.host_path.chmod(0o777)
                 os.chown(mount.host_path, *self.volume_owner)
-        spec = self.folder / f"{container.name}.{next(self.serial)}.json"
-        spec.touch(mode=0o600)
-        spec.write_text(json.dumps(self._spec(container, command, mounts)))
-        # -E -s -S: the environment is the container's, and start-up need not look for packages.
-        argv = (sys.executable, "-E", "-s", "-S", str(SANDBOX_INIT), str(spec))
-        return Command(argv, {"PATH": os.defpath}, "/")
-
-    def _spec(self, container: Container, command: Command, mounts: tuple[Mount, ...]) -> dict[str, Any]:
         etc = [[str(self.folder / name), f"/etc/{name}"] for name in ("hosts", "hostname", "resolv.conf")]
         return {
             "argv": list(command.argv),
@@ -115,18 +116,24 @@ def rights(container: Container, fs_group: int | None) -> dict[str, Any]:
 
 
 class NamespaceIsolation:
-    """`Isolation` of the process node for Pods on the test cluster's bridge."""
+    """`Isolation` of the process node for Pods on the test cluster's bridge.
 
-    def __init__(self, folder: Path, api_host: str, api_port: int) -> None:
+    Several nodes share the bridge: node `index` gives out addresses of its own part of the subnet.
+    """
+
+    sandbox_type: type[Sandbox] = Sandbox
+
+    def __init__(self, folder: Path, api_host: str, api_port: int, index: int = 0) -> None:
         self._folder = folder
         self._api_env = {
             "KUBERNETES_SERVICE_HOST": api_host,
             "KUBERNETES_SERVICE_PORT": str(api_port),
             "KUBERNETES_SERVICE_PORT_HTTPS": str(api_port),
         }
-        self._sandboxes: dict[str, Sandbox] = {}
+        self.sandboxes: dict[str, Sandbox] = {}
         # Addresses are not used again soon, so that a stale endpoint fails instead of reaching another Pod.
-        self._addresses = itertools.cycle(itertools.islice(SUBNET.hosts(), 1, None))
+        part = list(SUBNET.subnets(prefixlen_diff=1))[index]
+        self._addresses = itertools.cycle(itertools.islice(part.hosts(), 1, None))
 
     def check(self, pod: Pod) -> None:
         """Raises PodRefused for what these namespaces cannot honour."""
@@ -152,11 +159,11 @@ class NamespaceIsolation:
 
     async def prepare(self, pod: Pod) -> Sandbox:
         """Make the Pod's namespace and link, once per uid. Raises OSError where the kernel refuses."""
-        if pod.uid not in self._sandboxes:
-            if len(self._sandboxes) >= MAX_PODS:
+        if pod.uid not in self.sandboxes:
+            if len(self.sandboxes) >= MAX_PODS:
                 raise OSError(f"the node runs {MAX_PODS} pods already")
-            self._sandboxes[pod.uid] = await asyncio.to_thread(self._create, pod)
-        return self._sandboxes[pod.uid]
+            self.sandboxes[pod.uid] = await asyncio.to_thread(self._create, pod)
+        return self.sandboxes[pod.uid]
 
     def _create(self, pod: Pod) -> Sandbox:
         folder = self._folder / pod.uid
@@ -167,7 +174,7 @@ class NamespaceIsolation:
         namespace = network.create()
         try:
             network.attach_pod(namespace, address, link)
-            sandbox = Sandbox(
+            sandbox = self.sandbox_type(
                 folder=folder,
                 namespace=namespace,
                 pod_ip=address,
@@ -189,7 +196,7 @@ class NamespaceIsolation:
 
     async def teardown(self, pod: Pod) -> None:
         """Remove link, namespace, memory and files of the Pod."""
-        sandbox = self._sandboxes.pop(pod.uid, None)
+        sandbox = self.sandboxes.pop(pod.uid, None)
         if sandbox is not None:
             await asyncio.to_thread(_remove, sandbox)
 
