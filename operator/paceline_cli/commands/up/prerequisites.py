@@ -1,0 +1,52 @@
+"""What must be installed before `paceline up` starts anything. Locates packages, imports none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+from paceline_api.v1alpha1 import InferenceService, Resource
+from paceline_cli.inputs import SourceObject
+
+_EXTRAS = {
+    "engine": ("torch", "msgspec", "zmq", "tokenizers", "safetensors", "fastapi", "uvicorn", "typer"),
+    "router": ("aiohttp", "fastapi", "uvicorn", "kubernetes", "prometheus_client", "typer"),
+    "operator": ("kubernetes", "prometheus_client"),
+    "cli": ("psutil", "rich"),
+}
+"""Extra -> modules by which its absence is noticed."""
+_PROGRAMS = ("paceline-engine", "paceline-router")
+
+
+def missing_packages() -> list[str]:
+    """One line for each extra that is not installed as a whole."""
+    lines: list[str] = []
+    for extra, modules in _EXTRAS.items():
+        absent = [name for name in modules if importlib.util.find_spec(name) is None]
+        if absent:
+            lines.append(f"the {extra}'s packages are missing ({', '.join(absent)}): pip install 'paceline[{extra}]'")
+    return lines
+
+
+def missing_programs(bin_dir: Path) -> list[str]:
+    """Programs of the product that are not beside this Python."""
+    return [
+        f"{name} is not in {bin_dir}: install Paceline into this environment again (pip install paceline)"
+        for name in _PROGRAMS
+        if not (bin_dir / name).exists()
+    ]
+
+
+def missing_models(typed: Iterable[tuple[SourceObject, Resource]]) -> list[str]:
+    """One line, with the field's place, for each model that is not on this machine."""
+    from paceline_engine.models.source import ModelError, resolve
+
+    lines: list[str] = []
+    for item, resource in typed:
+        if isinstance(resource, InferenceService):
+            try:
+                resolve(resource.spec.model.source)
+            except ModelError as error:
+                lines.append(str(item.finding(("spec", "model", "source"), str(error))))
+    return lines

@@ -1,0 +1,191 @@
+"""Shows views to a person (a live table), to a log (a line for each change) or to a program (JSON lines).
+
+All three write to stdout. Must not decide anything: what a view means is `view`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol, TextIO
+
+from paceline_cli.commands.up.view import ObjectRow, PodRow, Trouble, View, age_text
+
+HEARTBEAT_S = 10.0
+"""A line-by-line screen says at least this often what it waits for."""
+_TROUBLES_SHOWN = 3
+
+
+class Screen(Protocol):
+    """`elapsed_s` counts from the start of the command."""
+
+    def show(self, view: View, elapsed_s: float) -> None:
+        """The state changed, or time passed."""
+        ...
+
+    def say(self, event: str, text: str, **facts: Any) -> None:
+        """Something that stays: `event` names it for programs, `text` is for people."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LineScreen:
+    """One line for each change; while something is not ready, a line now and then of what is waited for."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._shown: dict[str, object] = {}
+        self._last_s = 0.0
+
+    def show(self, view: View, elapsed_s: float) -> None:
+        lines = [_object_line(row) for row in view.objects if self._changed(row.label, (row.ready, row.reason))]
+        lines += [_pod_line(row) for row in view.pods if self._changed(row.name, (row.state, row.restarts))]
+        for trouble in view.troubles:
+            if self._changed(f"trouble {trouble.pod}", (trouble.times, trouble.reason)):
+                lines += trouble_lines(trouble)
+        if not lines and not view.ready and elapsed_s - self._last_s >= HEARTBEAT_S:
+            lines = [f"waiting: {text}" for text in waiting_for(view)]
+        for line in lines:
+            self._write(f"{elapsed_s:6.1f}s  {line}\n")
+            self._last_s = elapsed_s
+
+    def say(self, event: str, text: str, **facts: Any) -> None:
+        del event, facts
+        self._write(text + "\n")
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+    def _changed(self, key: str, value: object) -> bool:
+        if self._shown.get(key) == value:
+            return False
+        self._shown[key] = value
+        return True
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class JsonScreen:
+    """One JSON object a line: `{"event": "object" | "pod" | ..., "elapsed_s": ..., ...}`, on each change."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._shown: dict[str, object] = {}
+        self._elapsed_s = 0.0
+
+    def show(self, view: View, elapsed_s: float) -> None:
+        self._elapsed_s = elapsed_s
+        for row in view.objects:
+            self._emit_change("object", row.label, asdict(row))
+        for pod in view.pods:
+            facts = asdict(pod)
+            del facts["age_s"]  # would make every moment a change
+            self._emit_change("pod", pod.name, facts)
+
+    def say(self, event: str, text: str, **facts: Any) -> None:
+        self._emit(event, {"text": text, **facts})
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+    def _emit_change(self, event: str, key: str, facts: dict[str, Any]) -> None:
+        if self._shown.get(key) != facts:
+            self._shown[key] = facts
+            self._emit(event, facts)
+
+    def _emit(self, event: str, facts: dict[str, Any]) -> None:
+        self._stream.write(json.dumps({"event": event, "elapsed_s": round(self._elapsed_s, 3), **facts}) + "\n")
+        self._stream.flush()
+
+
+class TableScreen:
+    """A table at the bottom of the terminal that is redrawn in place; what was said stays above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._live.start()
+
+    def show(self, view: View, elapsed_s: float) -> None:
+        self._live.update(_tables(view, elapsed_s), refresh=True)
+
+    def say(self, event: str, text: str, **facts: Any) -> None:
+        del event, facts
+        # Long lines are left to the terminal, so that a command can be copied as it is.
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def make_screen(*, json_lines: bool, tty: bool) -> Screen:
+    """A table only where a person looks."""
+    if json_lines:
+        return JsonScreen()
+    return TableScreen() if tty else LineScreen()
+
+
+def waiting_for(view: View) -> list[str]:
+    """What keeps the view from being ready."""
+    objects = [f"{row.label}: {row.reason or 'new'} {row.message}".strip() for row in view.objects if _waits(row)]
+    pods = [f"pod {row.name}: {row.note}" for row in view.pods if row.note]
+    return objects + pods
+
+
+def _waits(row: ObjectRow) -> bool:
+    return row.ready != "True" and row.kind == "InferenceService"
+
+
+def trouble_lines(trouble: Trouble) -> list[str]:
+    """Why a pod does not run, the end of its log, and where the rest is."""
+    return [
+        f"pod {trouble.pod}: {trouble.reason}",
+        *(f"    {line}" for line in trouble.lines),
+        f"    log: {trouble.log}",
+    ]
+
+
+def _object_line(row: ObjectRow) -> str:
+    text = f"{row.label} Ready={row.ready} {row.reason}".rstrip()
+    return f"{text}: {row.message}" if row.message else text
+
+
+def _pod_line(row: PodRow) -> str:
+    port = f" on port {row.port}" if row.port else ""
+    restarts = f", restarts {row.restarts}" if row.restarts else ""
+    return f"pod {row.name} {row.state}{port}{restarts}"
+
+
+def _tables(view: View, elapsed_s: float) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    objects = Table("OBJECT", "READY", "REASON", "MESSAGE", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in view.objects:
+        objects.add_row(row.label, Text(row.ready, _colour(row.ready, row.stalled)), row.reason, Text(row.message))
+    pods = Table("POD", "STATE", "RESTARTS", "PORT", "AGE", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for pod in view.pods:
+        state = Text(pod.state, "green" if pod.ready else "red" if pod.trouble else "yellow")
+        port = str(pod.port or "-")
+        pods.add_row(pod.name, state, str(pod.restarts), port, age_text(pod.age_s), Text(pod.note, overflow="ellipsis"))
+    parts: list[Any] = ["", objects, "", pods]
+    lines: Callable[[Trouble], list[str]] = trouble_lines
+    for trouble in view.troubles[:_TROUBLES_SHOWN]:
+        parts.append(Text("\n".join(lines(trouble)), "red"))
+    head = "Ctrl-C stops everything" if view.ready else f"starting, {elapsed_s:.0f} s"
+    return Group(*parts, "", Text(head, "dim"))
+
+
+def _colour(ready: str, stalled: bool) -> str:
+    if ready == "True":
+        return "green"
+    return "red" if stalled else "yellow"
