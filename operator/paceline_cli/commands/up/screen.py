@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
@@ -178,9 +177,8 @@ def _tables(view: View, elapsed_s: float) -> Any:
         port = str(pod.port or "-")
         pods.add_row(pod.name, state, str(pod.restarts), port, age_text(pod.age_s), Text(pod.note, overflow="ellipsis"))
     parts: list[Any] = ["", objects, "", pods]
-    lines: Callable[[Trouble], list[str]] = trouble_lines
-    for trouble in view.troubles[:_TROUBLES_SHOWN]:
-        parts.append(Text("\n".join(lines(trouble)), "red"))
+    troubles = view.troubles[:_TROUBLES_SHOWN]
+    parts += [Text("\n".join(trouble_lines(trouble)), "red") for trouble in troubles]
     head = "Ctrl-C stops everything" if view.ready else f"starting, {elapsed_s:.0f} s"
     return Group(*parts, "", Text(head, "dim"))
 

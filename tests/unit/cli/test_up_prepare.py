@@ -1,0 +1,152 @@
+"""`paceline up` before it starts anything: the port and folder it claims, the objects it takes, what must be there."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline_cli.commands.up import prerequisites
+from paceline_cli.commands.up.claim import HOST, Claim, default_state_dir, port_problem
+from paceline_cli.commands.up.objects import local_objects, router_names
+from paceline_cli.commands.validate import judge
+from paceline_cli.errors import BadInput
+from paceline_cli.inputs import load
+
+SERVICE = """\
+apiVersion: paceline.dev/v1alpha1
+kind: InferenceService
+metadata: {name: chat}
+spec:
+  model: {source: package://no_such_package/model.gguf}
+"""
+SECRET = """\
+apiVersion: v1
+kind: Secret
+metadata: {name: keys}
+data: {old: b2xk}
+stringData: {apiKey: secret}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def objects_of(tmp_path: Path, *texts: str):
+    path = tmp_path / "a.yaml"
+    path.write_text("---\n".join(texts))
+    verdict = judge(load([str(path)]))
+    assert verdict.problems == []
+    return verdict.objects, verdict.typed
+
+
+def test_a_claimed_port_is_refused_to_a_second_start_though_nothing_listens_yet(tmp_path: Path) -> None:
+    claim = Claim(tmp_path, free_port())
+    with pytest.raises(BadInput) as refused:
+        Claim(tmp_path, claim.port)
+    assert str(refused.value) == (
+        f"port {claim.port} is taken by paceline up, PID {os.getpid()}: stop it or use --port N"
+    )
+    claim.release()
+    Claim(tmp_path, claim.port).release()
+
+
+def test_a_port_that_a_program_listens_on_is_refused_with_its_name_and_pid(tmp_path: Path) -> None:
+    code = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        port = int(other.stdout.readline())
+        with pytest.raises(BadInput) as refused:
+            Claim(tmp_path, port)
+        other.communicate("\n")
+    assert f"port {port} is taken by " in str(refused.value)
+    assert f"PID {other.pid}: stop it or use --port N" in str(refused.value)
+    Claim(tmp_path, port).release()
+
+
+def test_a_listener_on_every_address_counts_too() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        assert "is taken" in str(port_problem(server.getsockname()[1]))
+
+
+def test_port_0_takes_a_free_one_and_each_port_has_its_folder(tmp_path: Path) -> None:
+    claim = Claim(tmp_path, 0)
+    assert port_problem(claim.port) is None
+    assert claim.directory == tmp_path / str(claim.port)
+    assert claim.directory.stat().st_mode & 0o077 == 0
+    claim.release()
+
+
+def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="choose another folder with --state-dir"):
+        Claim(tmp_path / "file", 0)
+
+
+def test_where_state_is_kept(tmp_path: Path) -> None:
+    assert default_state_dir({"PACELINE_STATE_DIR": "/x"}) == Path("/x")
+    assert default_state_dir({"XDG_STATE_HOME": "/s"}) == Path("/s/paceline")
+    assert default_state_dir({}) == Path.home() / ".local/state/paceline"
+
+
+def test_secrets_come_first_and_their_texts_are_encoded(tmp_path: Path) -> None:
+    namespace, manifests = local_objects(*objects_of(tmp_path, SERVICE, SECRET))
+    assert namespace == "default"
+    assert [manifest["kind"] for manifest in manifests] == ["Secret", "InferenceService"]
+    data = manifests[0]["data"]
+    assert {key: base64.b64decode(value) for key, value in data.items()} == {"old": b"old", "apiKey": b"secret"}
+    assert "stringData" not in manifests[0]
+
+
+def test_a_namespace_object_is_no_obstacle(tmp_path: Path) -> None:
+    text = "apiVersion: v1\nkind: Namespace\nmetadata: {name: team}\n"
+    service = SERVICE.replace("{name: chat}", "{name: chat, namespace: team}")
+    namespace, manifests = local_objects(*objects_of(tmp_path, text, service))
+    assert (namespace, [item["kind"] for item in manifests]) == ("team", ["InferenceService"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "why"),
+    [
+        ([SERVICE, "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: x}\n"], "does not run Deployment objects"),
+        ([SECRET], "no InferenceService"),
+        ([SERVICE, SECRET.replace("name: keys", "name: keys, namespace: other")], "runs one namespace"),
+    ],
+)
+def test_what_a_laptop_does_not_run_is_refused(tmp_path: Path, texts: list[str], why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        local_objects(*objects_of(tmp_path, *texts))
+
+
+def test_the_router_of_the_first_service_gets_the_port(tmp_path: Path) -> None:
+    router = "apiVersion: paceline.dev/v1alpha1\nkind: Router\nmetadata: {name: edge}\n"
+    second = SERVICE.replace("chat", "code") + "  routing: {routerRef: {name: edge}}\n"
+    _, typed = objects_of(tmp_path, router, SERVICE, second)
+    assert router_names(typed) == ["default", "edge"]
+
+
+def test_a_model_that_is_not_installed_is_named_with_its_place(tmp_path: Path) -> None:
+    _, typed = objects_of(tmp_path, SERVICE)
+    (line,) = prerequisites.missing_models(typed)
+    assert line.startswith(f"{tmp_path}/a.yaml:5: spec.model.source: ")
+    assert "pip install no-such-package" in line
+
+
+def test_missing_packages_and_programs_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prerequisites.missing_packages() == []
+    monkeypatch.setattr(prerequisites.importlib.util, "find_spec", lambda name: None if name == "torch" else object())
+    assert prerequisites.missing_packages() == [
+        "the engine's packages are missing (torch): pip install 'paceline[engine]'"
+    ]
+    assert len(prerequisites.missing_programs(tmp_path)) == 2
