@@ -1,7 +1,7 @@
 """Incremental detokenisation and stop strings: token ids in, text that will never be taken back out.
 
-Streamed text is exactly the text of a non-streamed answer: no half characters (a multi-byte character waits for its last
-byte), no part of a stop string (a tail that could begin one waits until it can't). Pure: no I/O, no clock.
+Streamed text is exactly the text of a non-streamed answer: no half characters (a multi-byte character waits for its
+last byte), no part of a stop string (a tail that could begin one waits until it can't). Pure: no I/O, no clock.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Text to token ids and back, by the `tokenizers` library (Rust, releases the GIL); never transformers or torch.
 
-One object serves all requests; encoding is stateless. Piece bytes, for incremental detokenisation, are those of byte-level
-BPE (Radford et al. 2019): every byte is one printable character of a fixed alphabet.
+One object serves all requests; encoding is stateless. Piece bytes, for incremental detokenisation, are those of
+byte-level BPE (Radford et al. 2019): every byte is one printable character of a fixed alphabet.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -30,6 +29,10 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # Made here, not with the first request.
+        self._pieces = self._make_pieces()
+        self.longest_piece: int = max((len(piece) for piece in self._pieces), default=1)
+        """Most bytes one token can stand for; a text of n bytes has at least n / longest_piece tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written in it become their ids."""
@@ -43,13 +46,7 @@ class Tokenizer:
         """Bytes of one byte-level token; empty for an id outside the vocabulary, which a padded model can emit."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
-    @cached_property
-    def longest_piece(self) -> int:
-        """Most bytes one token can stand for; a text of n bytes has at least n / longest_piece tokens."""
-        return max((len(piece) for piece in self._pieces), default=1)
-
-    @cached_property
-    def _pieces(self) -> list[bytes]:
+    def _make_pieces(self) -> list[bytes]:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         pieces = [b""] * (max(vocab.values(), default=-1) + 1)
         for token, token_id in vocab.items():

@@ -1,8 +1,8 @@
 """Turns a model source into a folder the core process can map, once, and says what is in it.
 
-A GGUF file is converted into the cache; a Hugging Face folder is only described there (its weights stay where they are).
-A cache entry appears by rename, complete or not at all, under a file lock: processes that race convert once. Its key
-covers the source's identity, size and modification time and this converter's version. No torch here.
+A GGUF file is converted into the cache; a Hugging Face folder is only described there, its weights stay where they are.
+A cache entry appears by rename, complete or not at all, under a file lock: processes that race convert once. Its
+key covers the source's identity, size and modification time and this converter's version. No torch here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes a safetensors file tensor by tensor, so that a conversion holds one tensor in memory, not the model.
 
-Format: 8-byte little-endian header length, JSON header, tensor bytes (github.com/huggingface/safetensors). The header is
-padded so that data starts on a 64-byte boundary: readers map tensors in place. No torch here.
+Format: 8-byte little-endian header length, JSON header, tensor bytes (github.com/huggingface/safetensors). The header
+is padded so that data starts on a 64-byte boundary: readers map tensors in place. No torch here.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The engine's API process: OpenAI endpoints, streaming, admission. Never imports torch."""
+"""The API process: text, HTTP and server-sent events. Never imports torch; the core process has the model."""
