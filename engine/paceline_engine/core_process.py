@@ -40,6 +40,7 @@ from paceline_engine.messages import (
 
 HEARTBEAT_SECONDS = 0.5
 PARENT_CHECK_SECONDS = 0.5
+MAX_MESSAGES_PER_STEP = 4096
 CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
 _PR_SET_PDEATHSIG = 1
 
@@ -77,14 +78,17 @@ class CoreLoop:
             self._send(StepOutputs(outputs=tuple(outputs), stats=self._stats()))
 
     def _drain(self, wait_seconds: float) -> list[RequestOutput]:
-        """Take all messages that have arrived, waiting only for the first."""
+        """Take what has arrived, waiting only for the first message; bounded, so that a flood can't stop the steps."""
         outputs: list[RequestOutput] = []
-        message = self._receive(wait_seconds)
-        while message is not None:
+        for index in range(MAX_MESSAGES_PER_STEP):
+            message = self._receive(wait_seconds if index == 0 else 0.0)
+            if message is None:
+                break
             output = self._handle(message)
             if output is not None:
                 outputs.append(output)
-            message = self._receive(0.0)
+            if self._stopping:
+                break
         return outputs
 
     def _handle(self, message: ToCore) -> RequestOutput | None:
