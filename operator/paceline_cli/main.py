@@ -7,6 +7,7 @@ not import torch, kopf or a Kubernetes client, not even through others.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -56,6 +57,40 @@ def _root(
     ] = False,
 ) -> None:
     """Options that stand before the subcommand."""
+
+
+@app.command("up")
+def _up(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE...]", help="Objects to run. Default: manifests/examples/smollm2.yaml."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Loopback port of the router; 0 takes any free one.")
+    ] = 8080,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of logs and of the kubeconfig. Default: $PACELINE_STATE_DIR or ~/.local/state/paceline."
+        ),
+    ] = None,
+    tty: Annotated[
+        bool | None, typer.Option("--tty/--no-tty", help="A live table, or a line for each change. Default: by stdout.")
+    ] = None,
+    json_lines: Annotated[
+        bool, typer.Option("--json-lines", "--json", help="One JSON object for each change.")
+    ] = False,
+) -> None:
+    """Run the objects of FILE as processes of this machine, under the same operator as in a cluster.
+
+    Shows objects and pods, and the URL once everything is ready. Ctrl-C finishes the requests in flight and stops every
+    process; a second Ctrl-C does not wait. The files are read once: to change a running object, use kubectl with the
+    kubeconfig that is shown, or stop and start again.
+    """
+    from paceline_cli.commands.up import command
+
+    options = command.Options(port=port, state_dir=state_dir, tty=tty, json_lines=json_lines)
+    raise typer.Exit(command.run(files or [], options))
 
 
 @app.command("version")

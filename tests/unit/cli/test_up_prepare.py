@@ -80,11 +80,10 @@ def test_a_listener_on_every_address_counts_too() -> None:
         assert "is taken" in str(port_problem(server.getsockname()[1]))
 
 
-def test_port_0_takes_a_free_one_and_each_port_has_its_folder(tmp_path: Path) -> None:
-    claim = Claim(tmp_path, 0)
+def test_port_0_takes_a_free_one_and_state_is_the_users_alone(tmp_path: Path) -> None:
+    claim = Claim(tmp_path / "state", 0)
     assert port_problem(claim.port) is None
-    assert claim.directory == tmp_path / str(claim.port)
-    assert claim.directory.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "state").stat().st_mode & 0o077 == 0
     claim.release()
 
 

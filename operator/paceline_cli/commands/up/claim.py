@@ -1,8 +1,7 @@
-"""Claims the router's port and the state folder that goes with it, before anything starts.
+"""Claims the router's port before anything starts.
 
-The folder is named after the port, so that several instances on different ports have their own logs and kubeconfig. A
-lock on it is held for the whole run: a second start on the same port is refused also while the first one is still
-loading and nothing listens yet.
+A lock file of the port is held for the whole run, so that of two starts at the same moment one is refused before it
+has started anything, and told by whom.
 """
 
 from __future__ import annotations
@@ -30,16 +29,18 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
 
 
 class Claim:
-    """A port and a folder that are this process's until `release`. Raises BadInput if somebody else has them."""
+    """A port that is this process's until `release`. Raises BadInput if somebody else has it."""
 
     def __init__(self, state_dir: Path, port: int) -> None:
         self.port = port or _any_free_port()
-        self.directory = state_dir / str(self.port)
+        self.state_dir = state_dir.absolute()
+        locks = self.state_dir / "ports"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            locks.mkdir(exist_ok=True, mode=0o700)
+            self._lock = os.open(locks / str(self.port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            why = f"cannot write to {self.directory}: {error.strerror}"
+            why = f"cannot write to {locks}: {error.strerror}"
             raise BadInput(f"{why}; choose another folder with --state-dir or {_STATE_ENV}") from None
         try:
             self._take()
@@ -60,7 +61,7 @@ class Claim:
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Idempotent. The folder stays: logs are for afterwards."""
+        """Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

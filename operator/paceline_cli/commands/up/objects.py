@@ -64,3 +64,11 @@ def router_names(typed: Typed) -> list[str]:
     referred = [router_of(resource) for _, resource in typed if isinstance(resource, InferenceService)]
     declared = [item.name for item, resource in typed if isinstance(resource, Router)]
     return list(dict.fromkeys(referred + declared))
+
+
+def anonymous_router(typed: Typed, name: str) -> bool:
+    """Whether that Router lets requests without a key in, as the tenant it names."""
+    return any(
+        isinstance(resource, Router) and item.name == name and resource.spec.anonymous_tenant is not None
+        for item, resource in typed
+    )

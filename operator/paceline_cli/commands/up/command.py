@@ -1,0 +1,177 @@
+"""The whole run of `paceline up`: check everything, claim the port, start, show, stop. Exit code 0 after Ctrl-C.
+
+Everything that can be wrong with files, packages, models or the port ends the command before a process is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline_api.kube import Manifest
+from paceline_api.v1alpha1 import InferenceService
+from paceline_cli.commands.up import prerequisites
+from paceline_cli.commands.up.claim import HOST, Claim, default_state_dir
+from paceline_cli.commands.up.objects import Typed, anonymous_router, local_objects, router_names
+from paceline_cli.commands.up.screen import Screen, make_screen
+from paceline_cli.commands.up.view import View, curl_command
+from paceline_cli.commands.validate import load_valid
+from paceline_cli.errors import EXIT_DONE, EXIT_FAILED, BadInput
+
+if TYPE_CHECKING:
+    from paceline_cli.commands.up.runtime import Runtime
+
+DEFAULT_FILE = Path("manifests/examples/smollm2.yaml")
+REDRAW_S = 0.1
+"""Shortest time between two redraws."""
+TICK_S = 1.0
+"""Ages and the last lines of logs are looked at this often."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Flags of the command. `port` 0 = any free one; `state_dir` None = the user's default."""
+
+    port: int
+    state_dir: Path | None
+    tty: bool | None
+    json_lines: bool
+
+
+def run(files: Sequence[str], options: Options) -> int:
+    """Returns the exit code; raises BadInput with every line that says what to mend."""
+    began_s = time.monotonic()
+    verdict = load_valid(_files(files))
+    namespace, manifests = local_objects(verdict.objects, verdict.typed)
+    missing = prerequisites.missing_packages() + prerequisites.missing_programs(Path(sys.executable).parent)
+    missing += prerequisites.missing_models(verdict.typed)
+    if missing:
+        raise BadInput(*missing)
+    claim = Claim(options.state_dir or default_state_dir(os.environ), options.port)
+    try:
+        plan = _Plan(namespace, manifests, verdict.typed, claim)
+        tty = sys.stdout.isatty() if options.tty is None else options.tty
+        screen = make_screen(json_lines=options.json_lines, tty=tty)
+        try:
+            return asyncio.run(_Session(plan, screen, began_s).run())
+        finally:
+            screen.close()
+    finally:
+        claim.release()
+
+
+def _files(files: Sequence[str]) -> Sequence[str]:
+    if files:
+        return files
+    if not DEFAULT_FILE.exists():
+        raise BadInput(f"no FILE was given and {DEFAULT_FILE} is not in this folder; name a file")
+    return [str(DEFAULT_FILE)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What to run and where."""
+
+    namespace: str
+    manifests: list[Manifest]
+    typed: Typed
+    claim: Claim
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.claim.port}/v1"
+
+    def invitation(self) -> str:
+        """What to try first."""
+        router = router_names(self.typed)[0]
+        models = [r.served_name() for _, r in self.typed if isinstance(r, InferenceService)]
+        return curl_command(self.url, models[0], needs_key=not anonymous_router(self.typed, router))
+
+
+class _Session:
+    """One run between start and stop, on the event loop."""
+
+    def __init__(self, plan: _Plan, screen: Screen, began_s: float) -> None:
+        self._plan = plan
+        self._screen = screen
+        self._began_s = began_s
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._signals = 0
+        self._exit_code = EXIT_DONE
+        self._runtime: Runtime | None = None
+        self._said_ready = False
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._signalled)
+        from paceline_cli.commands.up.runtime import Runtime
+
+        runtime = self._runtime = Runtime(
+            self._plan.claim, self._plan.namespace, router_names(self._plan.typed), self._changed.set
+        )
+        try:
+            await runtime.start(self._plan.manifests)
+            await self._watch(runtime)
+        finally:
+            self._say("stopping", "stopping; Ctrl-C again does not wait for requests in flight")
+            await runtime.stop()
+        self._say("stopped", f"stopped; logs are in {runtime.log_dir}")
+        return self._exit_code
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1 and self._runtime is not None:
+            self._runtime.hurry()
+
+    async def _watch(self, runtime: Runtime) -> None:
+        while not self._stop.is_set():
+            self._changed.clear()
+            self._show(runtime.view())
+            await self._wait(TICK_S, self._changed, self._stop)
+            await self._wait(REDRAW_S, self._stop)
+
+    async def _wait(self, limit_s: float, *events: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _show(self, view: View) -> None:
+        elapsed_s = time.monotonic() - self._began_s
+        try:
+            self._screen.show(view, elapsed_s)
+        except OSError:
+            # Nobody reads any more, as in `paceline up | head`: stop rather than run unseen.
+            self._exit_code = EXIT_FAILED
+            self._stop.set()
+        if view.ready and not self._said_ready:
+            self._said_ready = True
+            self._welcome(elapsed_s)
+
+    def _welcome(self, elapsed_s: float) -> None:
+        assert self._runtime is not None
+        kubeconfig, url = self._runtime.kubeconfig, self._plan.url
+        text = (
+            f"\nReady in {elapsed_s:.1f} s: {url}\n\n{self._plan.invitation()}\n\n"
+            f"kubectl works too: export KUBECONFIG={kubeconfig}\nLogs: {self._runtime.log_dir}\n"
+        )
+        self._say("ready", text, url=url, kubeconfig=str(kubeconfig), ready_s=round(elapsed_s, 3))
+
+    def _say(self, event: str, text: str, **facts: object) -> None:
+        try:
+            self._screen.say(event, text, **facts)
+        except OSError:
+            self._stop.set()

@@ -1,0 +1,149 @@
+"""Composes one `paceline up`: local runtime, the unchanged operator on its store, and a stable port for each router.
+
+Everything but the operator's threads lives on the event loop of the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import logging.handlers
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from paceline_api.kube import (
+    INFERENCE_SERVICE,
+    KV_STORE,
+    POD,
+    ROUTER,
+    TENANT,
+    Manifest,
+)
+from paceline_api.names import MODEL_CACHE_DIR, PORT_HTTP, router_name
+from paceline_api.validation import parse
+from paceline_cli.commands.up.claim import HOST, Claim
+from paceline_cli.commands.up.view import Log, View, view_of
+from paceline_cli.local.runtime import LocalRuntime, RuntimeConfig
+from paceline_cli.local.service_proxy import ServiceProxy
+from paceline_cli.node.logs import tail
+from paceline_operator.app import Operator
+from paceline_operator.settings import Settings
+
+FIELD_MANAGER = "paceline-up"
+_SHOWN = (INFERENCE_SERVICE, ROUTER, TENANT, KV_STORE)
+_LOG_BYTES, _LOG_FILES = 1024 * 1024, 2
+_CACHE_ENV = "PACELINE_CACHE_DIR"
+
+
+class Runtime:
+    """`await start(manifests)`, then `view()` at any time, and `await stop()` once. `changed` is called on the loop."""
+
+    def __init__(self, claim: Claim, namespace: str, routers: Sequence[str], changed: Callable[[], None]) -> None:
+        self.log_dir = claim.state_dir / "logs"
+        self._namespace = namespace
+        self._changed = changed
+        self._log_handler = _log_to(self.log_dir / f"up-{claim.port}.log")
+        self._local = LocalRuntime(
+            RuntimeConfig(
+                state_dir=claim.state_dir,
+                namespace=namespace,
+                validators=dict.fromkeys(_SHOWN, parse),
+                stand_ins={MODEL_CACHE_DIR: cache_dir(os.environ)},
+            )
+        )
+        # Only the first router has the port that the user chose; nobody else's port is known beforehand.
+        self._proxies = [
+            ServiceProxy(
+                self._local.store, namespace, router_name(name), PORT_HTTP, host=HOST, port=0 if index else claim.port
+            )
+            for index, name in enumerate(routers)
+        ]
+        self._operator = Operator(self._local.store, Settings(namespace=namespace))
+        self._operator_started = False
+        self._hurried = False
+
+    @property
+    def kubeconfig(self) -> Path:
+        """For kubectl; gone after `stop`."""
+        return self._local.kubeconfig
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URL of each router, in the order given."""
+        return [f"http://{HOST}:{proxy.port}/v1" for proxy in self._proxies]
+
+    async def start(self, manifests: Sequence[Manifest]) -> None:
+        """Raises OSError where a port was taken in the meantime; `stop` must be called in any case."""
+        for proxy in self._proxies:
+            await proxy.start()
+        loop = asyncio.get_running_loop()
+        store = self._local.store
+        store.subscribe(lambda kind: _call_soon(loop, self._changed) if kind in (*_SHOWN, POD) else None)
+        for manifest in manifests:
+            store.apply(manifest, field_manager=FIELD_MANAGER)
+        await self._local.start()
+        self._operator.start()
+        self._operator_started = True
+
+    def view(self) -> View:
+        """What is going on now."""
+        objects = [item for kind in _SHOWN for item in self._local.store.list(kind, self._namespace).items]
+        pods = self._local.store.list(POD, self._namespace).items
+        return view_of(objects, pods, now=datetime.now(UTC), port_of=self._port_of, log_of=self._log_of)
+
+    def hurry(self) -> None:
+        """Cuts the grace of a `stop` that waits."""
+        if not self._hurried:
+            self._hurried = True
+            asyncio.get_running_loop().create_task(self._local.kill())
+
+    async def stop(self) -> None:
+        """Pods first, each within its grace period; proxies last, so that streams in flight can end."""
+        try:
+            await asyncio.gather(self._local.stop(0.0 if self._hurried else None), self._stop_operator())
+        finally:
+            for proxy in self._proxies:
+                await proxy.stop()
+            logging.getLogger().removeHandler(self._log_handler)
+            self._log_handler.close()
+
+    async def _stop_operator(self) -> None:
+        if self._operator_started:
+            await asyncio.to_thread(self._operator.stop)
+
+    def _port_of(self, pod: Manifest) -> int | None:
+        """The pod's own HTTP port, once the node has given it one."""
+        if not (pod.get("status") or {}).get("podIP"):
+            return None
+        ports = [port for container in pod["spec"]["containers"] for port in container.get("ports") or []]
+        return next((port["containerPort"] for port in ports if port.get("name") == PORT_HTTP), None)
+
+    def _log_of(self, pod: Manifest) -> Log:
+        metadata = pod["metadata"]
+        container = pod["spec"]["containers"][0]["name"]
+        path = self._local.node.log_path(metadata["namespace"], metadata["name"], container)
+        return Log(str(path), tail(path))
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """Where converted models are kept between runs: the engine's own default."""
+    return Path(environ[_CACHE_ENV]) if environ.get(_CACHE_ENV) else Path.home() / ".cache" / "paceline"
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    # Writes come from the operator's threads too; after the loop's end nobody looks any more.
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)
+
+
+def _log_to(path: Path) -> logging.Handler:
+    """The operator's and the node's own log goes to a bounded file: the terminal shows the table."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    return handler
