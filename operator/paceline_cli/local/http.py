@@ -46,7 +46,7 @@ class ApiServer:
     def __init__(self, store: ObjectStore, token: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.url = ""
         self._store = store
-        self._token = token
+        self.token = token
         self._host = host
         self._port = port
         self._watches = 0
@@ -95,7 +95,7 @@ class ApiServer:
 
     def _authenticate(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             raise KubeError(401, "Unauthorized", "Unauthorized")
 
     async def _answer(self, request: Request) -> Response:

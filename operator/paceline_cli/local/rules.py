@@ -1,5 +1,6 @@
 """What the API server adds to and demands of an object before it is stored. Pure: time and ids are arguments."""
 
+import base64
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -13,6 +14,7 @@ from paceline_api.kube import (
     POD,
     POD_DISRUPTION_BUDGET,
     ROUTER,
+    SECRET,
     SERVICE,
     TENANT,
     Invalid,
@@ -61,6 +63,10 @@ def key_of(manifest: Manifest, kind: Kind) -> tuple[str, str]:
 def body_of(manifest: Manifest, kind: Kind) -> Manifest:
     """A copy of what a main write may set: no server-owned metadata, no status where that is a subresource."""
     body = {k: deepcopy(v) for k, v in manifest.items() if k != "status" or not has_status(kind)}
+    if kind is SECRET and (plain := body.pop("stringData", None)):
+        # Write-only convenience of the API: stored as data.
+        encoded = {key: base64.b64encode(value.encode()).decode() for key, value in plain.items()}
+        body["data"] = {**(body.get("data") or {}), **encoded}
     meta = body.get("metadata") or {}
     body["metadata"] = {k: v for k, v in meta.items() if k not in _SERVER_OWNED}
     return body

@@ -59,8 +59,9 @@ class HostEnvironment:
     host_ip = LOOPBACK
     volume_owner = None
 
-    def __init__(self, ports: Mapping[int, int], isolation: "HostIsolation") -> None:
+    def __init__(self, ports: Mapping[int, int], isolation: "HostIsolation", api_env: Mapping[str, str]) -> None:
         self.ports = ports
+        self._api_env = api_env
         self._isolation = isolation
 
     def port(self, container_port: int) -> int:
@@ -83,25 +84,30 @@ class HostEnvironment:
         """Paths rewritten, the program looked up, the few variables of the user's session that programs need."""
         env = {key: rewrite(value, mounts) for key, value in command.env.items()}
         argv = [rewrite(word, mounts) for word in command.argv]
-        base = self._isolation.base_env()
+        base = {**self._isolation.base_env(), **self._api_env}
         argv[0] = self._isolation.program(argv[0], env.get("PATH", base["PATH"]))
         cwd = rewrite(command.cwd, mounts) if command.cwd else None
         return Command(tuple(argv), base | env, cwd, command.signal_group)
 
 
 class HostIsolation:
-    """`stand_ins`: mountPath -> directory kept across pods. `devices`: extended resources that this machine has."""
+    """`stand_ins`: mountPath -> directory kept across pods. `devices`: extended resources that this machine has.
+
+    `api_env`: variables (KUBECONFIG) for pods that a cluster would give a ServiceAccount token.
+    """
 
     def __init__(
         self,
         *,
         fixed_port: FixedPort = lambda pod, port: None,
         stand_ins: Mapping[str, Path] | None = None,
+        api_env: Mapping[str, str] | None = None,
         devices: Iterable[str] = (),
         bin_dir: Path | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.stand_ins = dict(stand_ins or {})
+        self._api_env = dict(api_env or {})
         self._fixed_port = fixed_port
         self._devices = frozenset(devices)
         # Not resolved: in a virtual environment python is a link to an interpreter elsewhere.
@@ -128,7 +134,7 @@ class HostIsolation:
             for container in pod.containers:
                 for port in container.ports:
                     ports[port.port] = self._allocate(pod, port.name, port.port)
-            known = self._environments[pod.uid] = HostEnvironment(ports, self)
+            known = self._environments[pod.uid] = HostEnvironment(ports, self, self._api_env if pod.api_access else {})
         return known
 
     async def prepare(self, pod: Pod) -> HostEnvironment:

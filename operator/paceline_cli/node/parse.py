@@ -1,7 +1,7 @@
 """Pod manifest -> `Pod`, or PodRefused with the path of the field that this node does not honour.
 
 Accepted without effect, because another component owns them: scheduling fields (the scheduler), image pull fields (the
-image is what this node replaces), ServiceAccount fields (admission turns them into volumes), `dnsPolicy` ClusterFirst
+image is what this node replaces), ServiceAccount names (admission turns tokens into volumes), `dnsPolicy` ClusterFirst
 or Default (names resolve as on the node), `resizePolicy` (no in-place resize), `terminationMessagePath` at its default.
 No I/O.
 """
@@ -44,7 +44,7 @@ def parse_pod(manifest: Mapping[str, Any]) -> Pod:
     """Raises PodRefused for the first field that cannot be honoured."""
     meta = manifest.get("metadata") or {}
     spec = Fields(manifest.get("spec"), "spec")
-    spec.accept(*_SCHEDULER, "imagePullSecrets", "serviceAccount", "automountServiceAccountToken")
+    spec.accept(*_SCHEDULER, "imagePullSecrets", "serviceAccount")
     _refuse_host_access(spec)
     context = spec.child("securityContext")
     rights, fs_group = _security(context), context.integer_or_none("fsGroup")
@@ -67,6 +67,7 @@ def parse_pod(manifest: Mapping[str, Any]) -> Pod:
         restart_policy=spec.text("restartPolicy", "Always"),
         grace=spec.integer("terminationGracePeriodSeconds", 30),
         fs_group=fs_group,
+        api_access=spec.flag("automountServiceAccountToken", True),
     )
     spec.done()
     if not pod.containers:

@@ -203,6 +203,8 @@ class Pod:
     grace: int = 30
     """terminationGracePeriodSeconds."""
     fs_group: int | None = None
+    api_access: bool = True
+    """automountServiceAccountToken: whether the pod may talk to the API."""
 
     @property
     def key(self) -> PodKey:
