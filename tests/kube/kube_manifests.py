@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import urllib.request
@@ -108,12 +109,13 @@ def processes_naming(text: str) -> list[str]:
 
 
 def network_namespaces() -> set[str]:
-    """Identities of the network namespaces that any process is in."""
+    """Identities of the network namespaces that any process is in or holds open."""
     found = set()
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                found.add(str((folder / "ns" / "net").readlink()))
-            except OSError:
-                continue
-    return found
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for link in (folder / "ns" / "net", *(folder / "fd").iterdir()):
+                with contextlib.suppress(OSError):
+                    found.add(str(link.readlink()))
+    return {name for name in found if name.startswith("net:[")}
