@@ -28,7 +28,7 @@ from paceline_router.records import Endpoint, EndpointId, TenantRecord
 from paceline_router.retry import CoolDown, RetryBudget
 from paceline_router.settings import ATTEMPTS_MAX, MODELS_NAMED_MAX, WHOLE_ANSWER_BYTES_MAX, Limits
 from paceline_router.snapshot import Model, Snapshot
-from paceline_router.sse import error_event, usage_tokens
+from paceline_router.sse import WholeLines, error_event, usage_tokens
 from paceline_router.token_file import TokenFile
 from paceline_router.upstream import AttemptFailed, attempt, read_whole
 
@@ -219,14 +219,20 @@ class Proxy:
     ) -> tuple[End, int]:
         """Pass events on as they come. The client gets each before it is looked at here."""
         meter = entry.meter
+        lines = WholeLines()
         await answer.start(response.status, headers)
         broken = False
         try:
             async for part in response.content.iter_any():
-                await answer.part(part)
-                meter.feed(part, self._clock())
+                whole = lines.push(part)
+                if whole:
+                    await answer.part(whole)
+                    meter.feed(whole, self._clock())
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             broken = True
+        if not broken and (rest := lines.flush()):
+            await answer.part(rest)
+            meter.feed(rest, self._clock())
         if meter.failed:
             self._ledger.upstream_error(model_name, "error_event")
         elif broken or not meter.done:

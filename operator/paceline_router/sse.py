@@ -15,6 +15,27 @@ _DONE = b"[DONE]"
 
 
 @dataclass(slots=True)
+class WholeLines:
+    """Holds back the part of a line that has not ended, so that a stream that is cut never ends in half an event."""
+
+    _rest: bytes = b""
+
+    def push(self, data: bytes) -> bytes:
+        """The lines that are complete now; a line beyond LINE_BYTES_MAX goes through in pieces."""
+        cut = data.rfind(b"\n") + 1
+        if cut:
+            lines, self._rest = self._rest + data[:cut], data[cut:]
+            return lines
+        self._rest += data
+        return self.flush() if len(self._rest) > LINE_BYTES_MAX else b""
+
+    def flush(self) -> bytes:
+        """What was held back."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+@dataclass(slots=True)
 class StreamMeter:
     """`first_content_s` is the time given with the bytes that held the first content, in the caller's clock."""
 
@@ -23,19 +44,15 @@ class StreamMeter:
     usage_tokens: int | None = None
     done: bool = False
     failed: bool = False
-    _tail: bytes = b""
 
     @property
     def output_tokens(self) -> int:
         """Tokens by the engine's own count when it sent one, else events with content."""
         return self.content_events if self.usage_tokens is None else self.usage_tokens
 
-    def feed(self, data: bytes, now: float) -> None:
-        lines = (self._tail + data).split(b"\n")
-        self._tail = lines.pop()
-        if len(self._tail) > LINE_BYTES_MAX:
-            self._tail = b""
-        for line in lines:
+    def feed(self, lines: bytes, now: float) -> None:
+        """Read whole lines that went out at `now`."""
+        for line in lines.split(b"\n"):
             if line.startswith(b"data:"):
                 self._event(line[5:].strip(), now)
 
@@ -68,7 +85,7 @@ def usage_tokens(answer: dict[str, Any]) -> int | None:
 
 
 def error_event(error: dict[str, str | None]) -> bytes:
-    """The event that ends a broken stream. The leading blank line closes an event that was cut off half way."""
+    """The event that ends a broken stream. The leading blank line closes an event that lacks its own."""
     return b"\n\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
 
 
