@@ -198,3 +198,7 @@ class _Process:
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()

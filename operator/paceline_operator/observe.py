@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from paceline_api.conditions import find
 from paceline_api.kube import (
+    DEPLOYMENT,
     INFERENCE_SERVICE,
     KV_STORE,
     POD,
@@ -126,7 +127,9 @@ class Observer:
         return tuple(pod_fact(pod) for pod in pods if not being_deleted(pod))
 
     def _router_fact(self, namespace: str, router: str) -> RouterFact:
-        ready = any(pod.ready for pod in self._pods(namespace, LABEL_ROUTER, label_value(router)))
+        # From the Deployment, whose every change is also the services' business; pods of a router are not.
+        deployment = self._cache.get(DEPLOYMENT, namespace, router_name(router))
+        ready = bool(dig(deployment, "status", "readyReplicas"))
         service = self._cache.get(SERVICE, namespace, router_name(router))
         return RouterFact(ready, fleet_url(namespace, router, service))
 

@@ -1,0 +1,379 @@
+"""The whole operator in one process over the in-memory object store: no kopf, no cluster, real threads."""
+
+import threading
+
+import pytest
+from operator_samples import (
+    NAMESPACE,
+    FakeCluster,
+    condition,
+    ready_status,
+    router,
+    service,
+    store,
+    tenant,
+    wait_until,
+)
+from prometheus_client import CollectorRegistry
+
+from paceline_api.kube import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EVENT,
+    INFERENCE_SERVICE,
+    ROLE,
+    ROUTER,
+    SECRET,
+    SERVICE,
+    TENANT,
+    Conflict,
+    KubeError,
+)
+from paceline_operator.app import Operator
+from paceline_operator.feed import WATCHED_KINDS
+from paceline_operator.settings import Settings
+
+FLEET = "paceline-default-router"
+FAST = Settings(resync_s=3600, status_interval_s=0.0)
+
+
+@pytest.fixture
+def cluster():
+    made = FakeCluster()
+    yield made
+    made.store.close()
+
+
+@pytest.fixture
+def start(cluster):
+    """Starts operators over the cluster and stops them after the test."""
+    running: list[Operator] = []
+
+    def run(client=None, settings=FAST, **options) -> Operator:
+        operator = Operator(client or cluster.store, settings, **options)
+        running.append(operator)
+        operator.start()
+        return operator
+
+    yield run
+    cluster.store.close()
+    for operator in running:
+        operator.stop()
+
+
+def settle(cluster, operator):
+    """Until neither the operator nor the Deployment controller has anything left to do."""
+
+    def quiet() -> bool:
+        before = cluster.writes()
+        cluster.run_deployments()
+        return operator.idle and cluster.writes() == before and _caught_up(cluster, operator)
+
+    wait_until("everything has settled", quiet)
+
+
+def become_ready(cluster, name="chat"):
+    def ready() -> bool:
+        cluster.run_deployments()
+        return ready_status(cluster.get(INFERENCE_SERVICE, name)) == "True"
+
+    wait_until(f"{name} is Ready", ready)
+
+
+def _caught_up(cluster, operator) -> bool:
+    return all(
+        {item["metadata"]["resourceVersion"] for item in operator.cache.list(kind)}
+        == {item["metadata"]["resourceVersion"] for item in cluster.store.list(kind, None).items}
+        for kind in WATCHED_KINDS
+    )
+
+
+def test_from_one_object_to_ready_and_then_silence(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    found = cluster.get(INFERENCE_SERVICE, "chat")
+    assert ready_status(found) == "True"
+    assert found["status"]["url"] == "http://paceline-default-router.models.svc/v1"
+    assert cluster.names(DEPLOYMENT) == ["chat-engine", "paceline-default-router"]
+    assert cluster.token is not None
+    writes = cluster.writes()
+    cluster.put(service())
+    operator.resync()
+    settle(cluster, operator)
+    assert cluster.writes() == writes
+
+
+def test_a_restarted_operator_writes_nothing(cluster, start):
+    first = start()
+    cluster.put(service())
+    settle(cluster, first)
+    first.stop()
+    writes = cluster.writes()
+    settle(cluster, start())
+    assert cluster.writes() == writes
+
+
+def test_nothing_is_ever_written_to_the_users_object_but_its_status(cluster, start):
+    operator = start()
+    cluster.put(service())
+    before = cluster.get(INFERENCE_SERVICE, "chat")
+    settle(cluster, operator)
+    after = cluster.get(INFERENCE_SERVICE, "chat")
+    assert after["spec"] == before["spec"]
+    assert "finalizers" not in after["metadata"]
+    assert "annotations" not in after["metadata"]
+    assert after["metadata"]["generation"] == before["metadata"]["generation"]
+
+
+def test_a_hand_edited_and_a_deleted_child_come_back(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    edited = cluster.get(DEPLOYMENT, "chat-engine")
+    cluster.store.replace({**edited, "spec": {**edited["spec"], "replicas": 5}})
+    wait_until("the edit is gone", lambda: cluster.get(DEPLOYMENT, "chat-engine")["spec"]["replicas"] == 1)
+    cluster.store.delete(SERVICE, NAMESPACE, "chat-engine")
+    wait_until("the Service is back", lambda: "chat-engine" in cluster.names(SERVICE))
+
+
+def test_deleting_the_service_removes_everything(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    cluster.store.delete(INFERENCE_SERVICE, NAMESPACE, "chat")
+    wait_until("nothing is left", lambda: cluster.everything() == [])
+    settle(cluster, operator)
+    assert cluster.everything() == []
+
+
+def test_a_router_object_keeps_the_fleet_when_the_last_service_goes(cluster, start):
+    operator = start()
+    cluster.put(router())
+    cluster.put(service())
+    settle(cluster, operator)
+    token = cluster.token["data"]
+    cluster.store.delete(INFERENCE_SERVICE, NAMESPACE, "chat")
+    settle(cluster, operator)
+    assert cluster.names(DEPLOYMENT) == ["paceline-default-router"]
+    assert cluster.token["data"] == token
+    assert ready_status(cluster.get(ROUTER, "default")) == "True"
+
+
+def test_a_deleted_router_object_leaves_a_fleet_with_the_defaults(cluster, start):
+    operator = start()
+    cluster.put(router(replicas=2))
+    cluster.put(service())
+    settle(cluster, operator)
+    cluster.store.delete(ROUTER, NAMESPACE, "default")
+    wait_until(
+        "the fleet is the service's",
+        lambda: (
+            "paceline-default-router" in cluster.names(DEPLOYMENT)
+            and cluster.get(DEPLOYMENT, "paceline-default-router")["spec"]["replicas"] == 1
+        ),
+    )
+
+
+def test_a_service_that_moves_to_another_router_takes_the_old_fleet_down(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    cluster.put(service(routing={"routerRef": {"name": "second"}}))
+    settle(cluster, operator)
+    assert cluster.names(DEPLOYMENT) == ["chat-engine", "paceline-second-router"]
+    assert ready_status(cluster.get(INFERENCE_SERVICE, "chat")) == "True"
+
+
+def test_a_changed_tenant_reaches_the_role_and_rolls_nothing(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    generations = {name: cluster.get(DEPLOYMENT, name)["metadata"]["generation"] for name in cluster.names(DEPLOYMENT)}
+    cluster.put(tenant(apiKeySecretRefs=[{"name": "key"}]))
+    wait_until("the role names the Secret", lambda: "'key'" in str(cluster.get(ROLE, FLEET)["rules"]))
+    settle(cluster, operator)
+    after = {name: cluster.get(DEPLOYMENT, name)["metadata"]["generation"] for name in cluster.names(DEPLOYMENT)}
+    assert after == generations
+
+
+def test_a_tenants_missing_secret_is_found_once_it_is_there(cluster, start):
+    operator = start()
+    cluster.put(tenant(apiKeySecretRefs=[{"name": "key"}]))
+    wait_until("it says what is missing", lambda: ready_status(cluster.get(TENANT, "team")) == "False")
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "key", "namespace": NAMESPACE}}
+    cluster.store.create({**secret, "data": {"apiKey": "c2VjcmV0"}})
+    operator.resync()
+    wait_until("it is ready", lambda: ready_status(cluster.get(TENANT, "team")) == "True")
+
+
+def test_a_kv_store_that_comes_later_lets_the_engines_start(cluster, start):
+    operator = start()
+    cluster.put(service(kvStoreRef={"name": "shared"}))
+    settle(cluster, operator)
+    assert "chat-engine" not in cluster.names(DEPLOYMENT)
+    cluster.put(store())
+    become_ready(cluster)
+
+
+def test_a_crash_looping_engine_shows_its_last_line_and_one_warning(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    cluster.break_pod("chat-engine-0", "CrashLoopBackOff", "Traceback\nno such file: model.gguf\n")
+    deployment = cluster.get(DEPLOYMENT, "chat-engine")
+    status = {**deployment["status"], "readyReplicas": 0}
+    cluster.store.replace_status({**deployment, "status": status})
+    found = wait_until(
+        "the reason is shown",
+        lambda: next(
+            (
+                item
+                for item in [condition(cluster.get(INFERENCE_SERVICE, "chat"), "Ready")]
+                if item["reason"] == "EnginesFailing"
+            ),
+            None,
+        ),
+    )
+    assert found["message"] == "pod chat-engine-0: CrashLoopBackOff: exit code 2: no such file: model.gguf"
+    wait_until("the operator is idle", lambda: operator.idle)
+    events = [item for item in cluster.store.list(EVENT, NAMESPACE).items if item["type"] == "Warning"]
+    assert [event["reason"] for event in events] == ["EnginesFailing"]
+
+
+def test_an_object_of_somebody_else_is_not_taken_over(cluster, start):
+    foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat-engine", "namespace": NAMESPACE}}
+    cluster.store.create({**foreign, "spec": {"selector": {"app": "mine"}}})
+    start()
+    cluster.put(service())
+    found = wait_until(
+        "the condition says so",
+        lambda: (
+            (condition(cluster.get(INFERENCE_SERVICE, "chat"), "Ready") or {}).get("reason") == "ApplyFailed"
+            if cluster.get(INFERENCE_SERVICE, "chat").get("status")
+            else None
+        ),
+    )
+    assert found
+    assert cluster.get(SERVICE, "chat-engine")["spec"]["selector"] == {"app": "mine"}
+    assert "chat-engine" in cluster.names(DEPLOYMENT), "the other children are not held up"
+
+
+class Refusing:
+    """A client that refuses some calls for a while."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+        self.refuse = True
+        self.refused = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def apply(self, manifest, *, field_manager):
+        if self.refuse and manifest["kind"] == "Deployment":
+            self.refused.set()
+            raise KubeError(403, "Forbidden", "exceeded quota")
+        return self._store.apply(manifest, field_manager=field_manager)
+
+
+def test_a_refused_write_is_told_retried_and_does_not_hold_up_the_rest(cluster, start):
+    client = Refusing(cluster.store)
+    start(client)
+    cluster.put(service())
+    wait_until(
+        "the condition tells",
+        lambda: "exceeded quota" in str(cluster.get(INFERENCE_SERVICE, "chat").get("status")),
+    )
+    assert "chat-engine" in cluster.names(SERVICE)
+    client.refuse = False
+    become_ready(cluster)
+
+
+class Deaf:
+    """A client whose watches deliver nothing while `gap` is set: the worst a connection can do."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+        self.gap = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def watch(self, *arguments, **options):
+        for event in self._store.watch(*arguments, **options):
+            if not self.gap.is_set():
+                yield event
+
+
+def test_a_child_deleted_during_a_watch_gap_comes_back_with_the_resync_and_is_counted(cluster, start):
+    client, registry = Deaf(cluster.store), CollectorRegistry()
+    operator = start(client, registry=registry)
+    cluster.put(service(model={"source": "file:///m", "chatTemplate": "x"}))
+    settle(cluster, operator)
+    client.gap.set()
+    cluster.store.delete(CONFIG_MAP, NAMESPACE, "chat-engine")
+    wait_until("the operator is idle", lambda: operator.idle)
+    assert "chat-engine" not in cluster.names(CONFIG_MAP)
+    operator.resync()
+    wait_until("the child is back", lambda: "chat-engine" in cluster.names(CONFIG_MAP))
+    assert registry.get_sample_value("paceline_operator_ghosts_total", {"kind": "ConfigMap"}) == 1
+
+
+def test_deletions_while_the_operator_was_down_converge(cluster, start):
+    first = start()
+    cluster.put(service())
+    cluster.put(service("other"))
+    settle(cluster, first)
+    first.stop()
+    cluster.store.delete(DEPLOYMENT, NAMESPACE, "chat-engine")
+    cluster.store.delete(INFERENCE_SERVICE, NAMESPACE, "other")
+    second = start()
+    settle(cluster, second)
+    assert cluster.names(DEPLOYMENT) == ["chat-engine", "paceline-default-router"]
+    owners = cluster.get(DEPLOYMENT, "paceline-default-router")["metadata"]["ownerReferences"]
+    assert [owner["name"] for owner in owners] == ["chat"]
+
+
+def test_the_token_survives_a_race_of_two_creators(cluster, start):
+    class Late:
+        """Sees no Secret although another operator has just made it."""
+
+        def __getattr__(self, name):
+            return getattr(cluster.store, name)
+
+        def get(self, kind, namespace, name):
+            return None if kind == SECRET else cluster.store.get(kind, namespace, name)
+
+        def create(self, manifest):
+            if manifest["kind"] == "Secret" and cluster.token is None:
+                cluster.store.create({**manifest, "data": {"token": "Zmlyc3Q="}})
+                raise Conflict(409, "AlreadyExists", "secrets paceline-internal already exists")
+            return cluster.store.create(manifest)
+
+    operator = start(Late())
+    cluster.put(service())
+    settle(cluster, operator)
+    assert cluster.token["data"] == {"token": "Zmlyc3Q="}
+
+
+def test_stop_ends_the_workers(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    cluster.store.close()
+    operator.stop()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not {name for name in names if name.startswith(("reconcile-", "resync"))}
+
+
+def test_metrics_count_reconciles_and_writes(cluster, start):
+    registry = CollectorRegistry()
+    operator = start(registry=registry)
+    cluster.put(service())
+    settle(cluster, operator)
+    value = registry.get_sample_value
+    assert value("paceline_operator_reconciles_total", {"kind": "InferenceService", "result": "ok"}) >= 1
+    assert value("paceline_operator_writes_total", {"verb": "apply", "kind": "Deployment"}) == 2
+    assert value("paceline_operator_writes_total", {"verb": "create", "kind": "Secret"}) == 1
+    assert value("paceline_operator_queue_depth") == 0
