@@ -86,7 +86,7 @@ def usage_tokens(answer: dict[str, Any]) -> int | None:
 
 def error_event(error: dict[str, str | None]) -> bytes:
     """The event that ends a broken stream. The leading blank line closes an event that lacks its own."""
-    return b"\n\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
+    return b"\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
 
 
 def _has_content(choice: object) -> bool:
