@@ -20,7 +20,8 @@ RESTRICTED = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-READY_TIMEOUT_S = 20
+# Generous, since it is only waited for in full by a test that fails.
+READY_TIMEOUT_S = 60
 SERVER = ["python", "-u", "-m", "http.server", "8080", "--directory", "/usr/share"]
 
 
@@ -93,19 +94,21 @@ def http_status(url: str) -> int:
         return response.status
 
 
-def processes_naming(text: str) -> list[str]:
-    """Command lines of processes that have `text` in their arguments or environment."""
+def processes_naming(text: str) -> list[int]:
+    """Process ids of others that have `text` in their arguments or environment."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
-        try:
-            command, env = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if text.encode() in command or text.encode() in env:
-            found.append(command.replace(b"\0", b" ").decode(errors="replace"))
+        with contextlib.suppress(OSError):
+            if text.encode() in (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes():
+                found.append(int(folder.name))
     return found
+
+
+def network_namespace_of(pid: int) -> str:
+    """Identity of the network namespace of a process."""
+    return str(Path(f"/proc/{pid}/ns/net").readlink())
 
 
 def network_namespaces() -> set[str]:

@@ -155,7 +155,10 @@ def _has_link(name: str) -> bool:
 
 
 def _run(command: list[str], stdin: str = "") -> str:
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=10, check=False)
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=10, check=False)
+    except FileNotFoundError as error:
+        raise OSError("the program `ip` is missing: install the package iproute2") from error
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)} failed for {stdin.strip()!r}: {done.stderr.strip()}")
     return done.stdout

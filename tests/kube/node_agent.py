@@ -65,7 +65,10 @@ def start(plane: ControlPlane, name: str = DEFAULT_NODE) -> Node:
     Only the default node takes Pods from the scheduler; for another one a Pod names it in `nodeName`.
     """
     folder = plane.folder / name
-    folder.mkdir(mode=0o700)
+    # Nothing of an earlier agent's Pods survives it but their files.
+    shutil.rmtree(folder / "sandboxes", ignore_errors=True)
+    shutil.rmtree(folder / "state", ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     agent = [
         *(sys.executable, str(Path(__file__).resolve())),
         *("--name", name),
@@ -95,8 +98,6 @@ def start(plane: ControlPlane, name: str = DEFAULT_NODE) -> Node:
 
 async def run(name: str, kubeconfig: Path, folder: Path) -> None:
     """Be the node `name` until killed."""
-    if shutil.which("ip") is None:
-        raise SystemExit("the node needs `ip` (package iproute2)")
     api_client = config.new_client_from_config(str(kubeconfig))
     server = urlsplit(api_client.configuration.host)
     api = NodeApi(api_client, name, BRIDGE_IP)

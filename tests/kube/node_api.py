@@ -30,6 +30,7 @@ LEASE_SECONDS, LEASE_PERIOD_S = 40, 10.0
 NODE_STATUS_PERIOD_S = 120.0
 WATCH_SECONDS = 300
 RETRY_S = 0.5
+NEVER_ACCEPTED = (400, 405, 422)
 MAX_QUEUED_WRITES = 10_000
 # The Node authorizer learns of a Pod's Secrets a moment after the Pod is bound.
 FORBIDDEN_RETRIES = 10
@@ -131,10 +132,14 @@ class NodeApi:
                 changed(event["type"], event["raw_object"])
                 version = event["raw_object"]["metadata"]["resourceVersion"]
 
-    def write_status(self, key: PodKey, uid: str, status: Mapping[str, Any]) -> None:
+    def write_status(self, pod: PodKey, uid: str, status: Mapping[str, Any]) -> None:
         """Patch a Pod's status unless the Pod is gone or another one has its name."""
-        namespace, name = key
+        namespace, name = pod
         body = {"metadata": {"uid": uid}, "status": dict(status)}
+        for key in ("podIPs", "hostIPs"):
+            # Merged by default: an address of an earlier sandbox would stay beside the new one.
+            if key in status:
+                body["status"][key] = [{"$patch": "replace"}, *status[key]]
         self._patch(f"/api/v1/namespaces/{namespace}/pods/{name}/status", body)
 
     def delete_pod(self, key: PodKey, uid: str) -> None:
@@ -215,13 +220,15 @@ class ApiStatusSink:
         self._work.put_nowait(("gone", key, uid))
 
     def run(self) -> None:
-        """Write for ever. A Pod that is gone needs no status; any other failure is tried again."""
+        """Write for ever. A Pod that is gone or replaced needs no status; what may pass later is tried again."""
         while True:
             kind, key, uid = self._work.get()
             try:
                 self._write(kind, key, uid)
             except ApiException as error:
-                if error.status not in (404, 409):
+                if error.status in NEVER_ACCEPTED:
+                    log.error("%s of Pod %s/%s is refused: %s", kind, *key, _reason(error))
+                elif error.status not in (404, 409):
                     self._retry(kind, key, uid, error)
             except Exception as error:
                 self._retry(kind, key, uid, error)

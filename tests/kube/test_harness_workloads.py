@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import node_agent
 import pytest
 from control_plane import wait_until
 from kube_manifests import (
@@ -13,6 +14,7 @@ from kube_manifests import (
     deployment,
     get,
     http_status,
+    network_namespace_of,
     network_namespaces,
     pod,
     processes_naming,
@@ -38,6 +40,13 @@ def ready_addresses(kubectl, namespace: str, name: str) -> set[str]:
     return {address for end in ends for address in end["addresses"]}
 
 
+def answers(url: str) -> bool:
+    try:
+        return http_status(url) == 200
+    except OSError:
+        return False
+
+
 def test_deployment_becomes_ready_and_answers_on_its_endpoints(node, kubectl, namespace):
     apply(kubectl, namespace, web("web", replicas=2), service("web", "http"))
     wait_ready(kubectl, namespace, "deployment/web")
@@ -50,18 +59,40 @@ def test_deployment_becomes_ready_and_answers_on_its_endpoints(node, kubectl, na
 
 
 def test_deletion_leaves_no_process_no_namespace_and_no_link(node, kubectl, namespace):
-    links, before = bridge_ports(), network_namespaces()
     apply(kubectl, namespace, web("web"))
     wait_ready(kubectl, namespace, "deployment/web")
     uid = get(kubectl, namespace, "pods")["items"][0]["metadata"]["uid"]
-    assert processes_naming(uid)
-    assert len(bridge_ports()) == len(links) + 1
-    assert len(network_namespaces()) == len(before) + 1
+    link = f"v{uid.replace('-', '')[:12]}"
+    inside = {network_namespace_of(pid) for pid in processes_naming(uid)}
+    assert len(inside) == 1
+    assert inside <= network_namespaces()
+    assert link in bridge_ports()
     kubectl("--namespace", namespace, "delete", "deployment", "web", "--cascade=foreground", "--timeout=30s")
     assert processes_naming(uid) == []
-    assert bridge_ports() == links
-    assert network_namespaces() == before
+    assert not inside & network_namespaces()
+    assert link not in bridge_ports()
     assert not (node.folder / "sandboxes" / uid).exists()
+
+
+def test_killing_the_node_ends_its_containers_and_a_new_agent_runs_them_again(node, kubectl, namespace):
+    apply(kubectl, namespace, web("web"), service("web", "http"))
+    wait_ready(kubectl, namespace, "deployment/web")
+    first = get(kubectl, namespace, "pods")["items"][0]
+    uid = first["metadata"]["uid"]
+    assert processes_naming(uid)
+    node.stop()
+    wait_until("the containers ended with their node", lambda: not processes_naming(uid), timeout=5)
+    node_agent.start(node.plane)
+    # A new sandbox has a new address, so an old one in the EndpointSlice would show.
+    wait_until(
+        "the same Pod is ready at a new address",
+        lambda: ready_addresses(kubectl, namespace, "web") - {first["status"]["podIP"]},
+        timeout=30,
+    )
+    pods = get(kubectl, namespace, "pods")["items"]
+    assert [p["metadata"]["uid"] for p in pods] == [uid]
+    address = pods[0]["status"]["podIP"]
+    wait_until("the server answers", lambda: answers(f"http://{address}:8080/"), timeout=20)
 
 
 def test_rollout_replaces_pods_and_never_drops_below_one(node, kubectl, namespace):
