@@ -29,21 +29,44 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def start_engine() -> Iterator[Callable[..., FakeEngine]]:
-    """Starts upstreams: `start_engine(mode="whole")`."""
+@pytest.fixture(scope="session")
+def engine_pool() -> Iterator[Callable[[], FakeEngine]]:
+    """Upstreams outlive a test, since stopping a server takes longer than most tests."""
     thread = LoopThread()
     engines: list[FakeEngine] = []
 
-    def start(**settings: object) -> FakeEngine:
-        engine = FakeEngine(**settings).start(thread)  # type: ignore[arg-type]
-        engines.append(engine)
+    def take() -> FakeEngine:
+        for engine in engines:
+            if not engine.taken and engine.serving:
+                break
+        else:
+            engine = FakeEngine().start(thread)
+            engines.append(engine)
+        engine.taken = True
+        return engine
+
+    yield take
+    for engine in engines:
+        engine.ask_to_stop()
+    for engine in engines:
+        engine.wait_stopped()
+    thread.close()
+
+
+@pytest.fixture
+def start_engine(engine_pool: Callable[[], FakeEngine]) -> Iterator[Callable[..., FakeEngine]]:
+    """Gives upstreams: `start_engine(mode="whole")`."""
+    taken: list[FakeEngine] = []
+
+    def start(mode: str = "stream") -> FakeEngine:
+        engine = engine_pool()
+        engine.mode = mode
+        taken.append(engine)
         return engine
 
     yield start
-    for engine in engines:
-        engine.stop()
-    thread.close()
+    for engine in taken:
+        engine.reset()
 
 
 @pytest.fixture

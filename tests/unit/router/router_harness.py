@@ -175,6 +175,7 @@ class FakeEngine:
     seen: list[Seen] = field(default_factory=list)
     active: int = 0
     port: int = 0
+    taken: bool = False
 
     def start(self, thread: LoopThread) -> FakeEngine:
         self._thread = thread
@@ -187,9 +188,25 @@ class FakeEngine:
         wait_until(lambda: self._server.started, "engine serves")
         return self
 
-    def stop(self) -> None:
+    @property
+    def serving(self) -> bool:
+        return not self._done.done()
+
+    def reset(self) -> None:
+        """Back to how a fresh engine behaves, once no request is left."""
+        self.release()
+        wait_until(lambda: not self.active, "the engine's requests have ended")
+        self.mode, self.delay_s, self.seen, self.taken = "stream", 0.0, [], False
+        self._thread.run(self._hold())
+
+    async def _hold(self) -> None:
+        self._release.clear()
+
+    def ask_to_stop(self) -> None:
         self.release()
         self._server.should_exit = True
+
+    def wait_stopped(self) -> None:
         self._done.result(DEADLINE_S)
 
     def release(self) -> None:
@@ -259,9 +276,6 @@ class FakeEngine:
         await self._start(send, 200, b"text/event-stream")
         await self._part(send, word("one") + b'data: {"cho')
         raise ConnectionAbortedError("the engine dies on purpose")
-
-    async def _vanishes(self, send: Any) -> None:
-        raise asyncio.CancelledError
 
     async def _truncated(self, send: Any) -> None:
         await self._start(send, 200, b"text/event-stream")

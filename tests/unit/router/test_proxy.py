@@ -268,10 +268,10 @@ def test_a_draining_engines_503_is_retried_elsewhere(pair):
 
 def test_a_dead_replica_costs_no_request_and_rests(pair):
     router, engines = pair
-    engines[0].stop()
+    engines[0].ask_to_stop()
+    engines[0].wait_stopped()
     assert [router.ask().status_code for _ in range(6)] == [200] * 6
     assert router.metric("paceline_router_upstream_errors_total", model_name="chat", reason="connect") == 1
-    engines[0]._server.should_exit = True
 
 
 def test_when_all_are_draining_the_client_is_told_to_come_back(pair):
