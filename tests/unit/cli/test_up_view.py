@@ -151,7 +151,9 @@ def test_ages(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
 
 
-def test_the_last_line_of_nothing_is_nothing() -> None:
+def test_the_last_line_is_shown_without_its_time_and_level() -> None:
+    line = "2026-11-30 03:42:50,132 INFO paceline_engine.server.process: metrics listens on 1.2.3.4"
+    assert last_line(f"{line}\n\n") == "metrics listens on 1.2.3.4"
     assert (last_line(""), last_line("\n \n"), last_line("{not json")) == ("", "", "{not json")
 
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from paceline_api.kube import (
+    ENDPOINT_SLICE,
     INFERENCE_SERVICE,
     KV_STORE,
     POD,
@@ -33,6 +34,7 @@ from paceline_operator.settings import Settings
 
 FIELD_MANAGER = "paceline-up"
 _SHOWN = (INFERENCE_SERVICE, ROUTER, TENANT, KV_STORE)
+_LOOKED_AT = (*_SHOWN, POD, ENDPOINT_SLICE)
 _LOG_BYTES, _LOG_FILES = 1024 * 1024, 2
 _CACHE_ENV = "PACELINE_CACHE_DIR"
 
@@ -80,7 +82,7 @@ class Runtime:
             await proxy.start()
         loop = asyncio.get_running_loop()
         store = self._local.store
-        store.subscribe(lambda kind: _call_soon(loop, self._changed) if kind in (*_SHOWN, POD) else None)
+        store.subscribe(lambda kind: _call_soon(loop, self._changed) if kind in _LOOKED_AT else None)
         for manifest in manifests:
             store.apply(manifest, field_manager=FIELD_MANAGER)
         await self._local.start()
@@ -91,7 +93,16 @@ class Runtime:
         """What is going on now."""
         objects = [item for kind in _SHOWN for item in self._local.store.list(kind, self._namespace).items]
         pods = self._local.store.list(POD, self._namespace).items
-        return view_of(objects, pods, now=datetime.now(UTC), port_of=self._port_of, log_of=self._log_of)
+        # A condition may be ahead of the EndpointSlices by a moment; the URL is not shown before it leads somewhere.
+        reachable = all(proxy.targets() for proxy in self._proxies)
+        return view_of(
+            objects,
+            pods,
+            now=datetime.now(UTC),
+            port_of=self._port_of,
+            log_of=self._log_of,
+            reachable=reachable,
+        )
 
     def hurry(self) -> None:
         """Cuts the grace of a `stop` that waits."""

@@ -6,6 +6,7 @@ Reads manifests as the API has them, so that what `paceline up` shows is what `k
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from paceline_api.kube import Manifest
 
 SCALED_TO_ZERO = "ScaledToZero"
 TROUBLE_LINES = 6
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d[T ][\d:.,]+Z? +(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\w.]+: ")
 _WAITING_WELL = ("ContainerCreating", "PodInitializing")
 
 
@@ -88,13 +90,13 @@ def view_of(
     now: datetime,
     port_of: Callable[[Manifest], int | None],
     log_of: Callable[[Manifest], Log],
+    reachable: bool = True,
 ) -> View:
-    """`objects` are those of this API, in the order to show them."""
+    """`objects` are those of this API, in the order to show them; `reachable` = the routers' URLs lead to pods."""
     rows = tuple(object_row(manifest) for manifest in objects)
     services = [row for row in rows if row.kind == "InferenceService"]
-    ready = bool(services) and all(
-        row.settled and (row.ready == "True" or row.reason == SCALED_TO_ZERO) for row in services
-    )
+    serving = [row.settled and (row.ready == "True" or row.reason == SCALED_TO_ZERO) for row in services]
+    ready = reachable and bool(services) and all(serving)
     shown = sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
     return View(rows, tuple(_pod_row(pod, now, port_of(pod), log_of(pod)) for pod in shown), ready)
 
@@ -171,7 +173,7 @@ def _trouble(
 
 
 def last_line(text: str) -> str:
-    """The last thing a process said; of a JSON log line its message."""
+    """The last thing a process said, without the time and level of a log line."""
     lines = _last_lines(text, 1)
     return lines[0] if lines else ""
 
@@ -190,7 +192,7 @@ def _message_of(line: str) -> str:
         for key in ("message", "msg", "event"):
             if isinstance(record, dict) and record.get(key):
                 return str(record[key])
-    return line
+    return _LOG_PREFIX.sub("", line)
 
 
 def _age_s(created: Any, now: datetime) -> float:
@@ -213,6 +215,7 @@ def curl_command(url: str, model: str, *, needs_key: bool) -> str:
     body = {
         "model": model,
         "stream": True,
+        "temperature": 0,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
     key = ' \\\n  -H "authorization: Bearer $API_KEY"' if needs_key else ""

