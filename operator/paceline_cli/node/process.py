@@ -1,7 +1,8 @@
 """One operating-system process of a pod: started in a session of its own, watched, ended as a whole group.
 
 Why not asyncio's pipes: `wait()` there may wait for the pipes' end too, and a grandchild that keeps stdout open would
-make an exited container look alive. Must not import the pod model.
+make an exited container look alive. A descendant that starts a session of its own leaves the group and must end
+with its parent by its own means: without cgroups nothing holds it. Must not import the pod model.
 """
 
 import asyncio

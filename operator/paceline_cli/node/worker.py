@@ -117,7 +117,6 @@ class PodWorker:
             pod = self._pod = parse_pod(self._manifest)
             self._isolation.check(pod)
         except (PodRefused, KeyError) as error:
-            self._pod = None
             _log.error("pod %s/%s is refused: %s", *self.key, error)
             self._wait("CreateContainerConfigError", str(error))
             return False
@@ -214,7 +213,8 @@ class PodWorker:
                     runner.stop(pod.grace)
 
     async def _clean_up(self) -> None:
-        if self._pod is not None and self._environment is not None:
+        # Also where `prepare` was never reached: an agent may have reserved something for the pod before.
+        if self._pod is not None:
             await self._isolation.teardown(self._pod)
         shutil.rmtree(self._dir, ignore_errors=True)
 

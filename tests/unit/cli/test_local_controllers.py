@@ -154,6 +154,19 @@ def test_without_surge_one_goes_before_one_comes(world: World) -> None:
     assert (len(world.pods("v1")), len(world.pods("v2"))) == (1, 1)
 
 
+def test_unready_old_pods_stay_while_the_new_ones_prove_nothing(world: World) -> None:
+    """Only as many old pods may go as the new ones do not already lack (`maxScaledDown` of the real controller)."""
+    strategy = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    world.deploy("v1", replicas=3, strategy=strategy)
+    world.settle()
+    world.deploy("v2", replicas=3, strategy=strategy)
+    world.settle()
+    assert (len(world.pods("v1")), len(world.pods("v2"))) == (3, 1)
+    world.set_ready(world.pods("v2")[0])
+    world.settle()
+    assert (len(world.pods("v1")), len(world.pods("v2"))) == (2, 2)
+
+
 def test_a_stuck_rollout_keeps_the_old_pods_and_reports_the_deadline(world: World) -> None:
     world.deploy("v1", replicas=1, progressDeadlineSeconds=60)
     world.settle()

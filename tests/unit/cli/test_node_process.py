@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from paceline_cli.node import container as container_module
+from paceline_cli.node import launcher as launcher_module
 from paceline_cli.node.host import HostIsolation
 from paceline_cli.node.node import ProcessNode
 from paceline_cli.node.pod import Pod
@@ -121,6 +122,13 @@ async def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"
         await asyncio.sleep(0.02)
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.02)
 
 
 def pod(command: list[str], **container: Any) -> dict[str, Any]:
@@ -363,6 +371,56 @@ def test_a_program_that_is_not_installed_is_a_start_error(world: World) -> None:
     run(main())
 
 
+def test_a_container_ends_with_its_first_process(world: World) -> None:
+    async def main() -> None:
+        notes = world.home / "notes"
+        manifest = pod(["sh", "-c", f"sleep 300 & echo pid $! >> {notes}; exit 0"])
+        manifest["spec"]["restartPolicy"] = "Never"
+        world.node.apply(manifest)
+        await until(lambda: world.sink.last.get("phase") == "Succeeded")
+        assert not alive(world.pid())
+        await world.node.stop()
+
+    run(main())
+
+
+def test_only_the_first_process_gets_sigterm(world: World) -> None:
+    """As in a container: a server that forwards the end to its workers in its own order must be able to."""
+
+    async def main() -> None:
+        notes = world.home / "notes"
+        child = f"trap 'echo child >> {notes}; exit' TERM; echo up >> {notes}; while :; do sleep 0.05; done"
+        parent = f"trap 'echo parent >> {notes}; sleep 0.3; exit 0' TERM; sh -c \"$0\" & while :; do sleep 0.05; done"
+        manifest = pod(["sh", "-c", parent, child])
+        world.node.apply(manifest)
+        await until(lambda: world.notes == ["up"])
+        world.node.apply(deleted(manifest, 10))
+        await until(lambda: world.sink.ended == ["u1"])
+        assert world.notes == ["up", "parent"]
+        await world.node.stop()
+
+    run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_process_dies_with_its_starter_even_without_the_guard() -> None:
+    launcher = Path(launcher_module.__file__)
+    program = (
+        "import os, subprocess, sys, time\n"
+        f"argv = [sys.executable, '-I', '-S', {str(launcher)!r}, str(os.getpid()), '-', 'sleep', '300']\n"
+        "c = subprocess.Popen(argv)\n"
+        "print(c.pid, flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        command = Path(f"/proc/{pid}/cmdline")
+        wait_for(lambda: command.read_bytes().startswith(b"sleep"))
+        parent.send_signal(signal.SIGKILL)
+    wait_for(lambda: not alive(pid))
+
+
 CRASHING_PARENT = """
 import asyncio, sys
 sys.path.insert(0, {here!r})
@@ -394,7 +452,4 @@ def test_a_killed_node_leaves_no_process(tmp_path: Path) -> None:
         assert len(pids) == 2
         assert all(alive(pid) for pid in pids)
         parent.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 10
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < end, "processes outlived the node"
-        time.sleep(0.02)
+    wait_for(lambda: not any(alive(pid) for pid in pids))

@@ -10,6 +10,7 @@ import pytest
 from paceline_api.kube import (
     CONFIG_MAP,
     DEPLOYMENT,
+    EVENT,
     INFERENCE_SERVICE,
     POD,
     SERVICE,
@@ -19,7 +20,7 @@ from paceline_api.kube import (
     KubeClient,
     KubeError,
 )
-from paceline_cli.local.store import ObjectStore
+from paceline_cli.local.store import EVENTS_MAX, ObjectStore
 
 
 @pytest.fixture
@@ -254,6 +255,16 @@ def test_a_waiting_watch_is_woken_by_a_write_and_ended_by_close(store: ObjectSto
     thread.join(10)
     assert not thread.is_alive()
     assert seen == ["web"]
+
+
+def test_old_events_make_room_for_new_ones(store: ObjectStore) -> None:
+    for number in range(EVENTS_MAX + 5):
+        meta = {"name": f"e{number}", "namespace": "ns"}
+        store.create({"apiVersion": "v1", "kind": "Event", "metadata": meta, "reason": "Scaled"})
+    names = {item["metadata"]["name"] for item in store.list(EVENT, "ns").items}
+    assert len(names) == EVENTS_MAX
+    assert "e4" not in names
+    assert f"e{EVENTS_MAX + 4}" in names
 
 
 def test_what_a_caller_does_to_a_result_does_not_reach_the_store(store: ObjectStore) -> None:
