@@ -192,7 +192,7 @@ class _FastReader(GGUFReader):
             return 12 + values.nbytes, [values], [0], [GGUFValueType.ARRAY, item_type]
         if item_type != GGUFValueType.STRING:
             return super()._get_field_parts(orig_offs, raw_type)
-        view, offset, parts = memoryview(self.data), start, []
+        view, offset, parts = self.data.data, start, []
         for _ in range(count):
             begin = offset + 8
             offset = begin + int.from_bytes(view[offset:begin], "little")

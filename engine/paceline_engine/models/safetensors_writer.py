@@ -68,7 +68,7 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered:
-            data = memoryview(np.ascontiguousarray(values(tensor))).cast("B")
+            data = np.ascontiguousarray(values(tensor)).data.cast("B")
             if data.nbytes != tensor.num_bytes:
                 raise ValueError(f"tensor {tensor.name} has {data.nbytes} bytes, its header says {tensor.num_bytes}")
             digest.update(data)

@@ -57,7 +57,7 @@ class GenerationRequest(_Strict):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = ()
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOPS)
     ignore_eos: bool = False
     user: str | None = None

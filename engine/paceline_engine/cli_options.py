@@ -1,0 +1,85 @@
+"""The options of `paceline-engine`, each with its unit, bounds and help. Light: no model, HTTP or torch import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from paceline_api.quantity import parse_bytes, parse_duration_s
+from paceline_engine.config import DEVICES, DTYPES
+
+T = TypeVar("T")
+
+
+def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A typer parser whose complaint is the function's own."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return convert
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"{text!r} is not one of {', '.join(allowed)}")
+        return text
+
+    return _parsed(check)
+
+
+_SIZE, _DURATION = _parsed(parse_bytes), _parsed(parse_duration_s)
+_LEVELS = ("debug", "info", "warning", "error")
+
+Model = Annotated[str, typer.Option(help="package://NAME/FILE.gguf, file:///PATH.gguf or file:///FOLDER.")]
+ServedModelName = Annotated[str, typer.Option(help="Name that requests use. Default: the model's file name.")]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(help="Where converted models are kept. Default: $PACELINE_CACHE_DIR or ~/.cache/paceline."),
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the bearer token that /v1/* and /admin/* ask for. Default: none asked.")
+]
+TemplateFile = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.", envvar="PACELINE_HOST")]
+EngineHost = Annotated[str, typer.Option(help="Address of the engine.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Public port; 0 picks one.")]
+AdminPort = Annotated[int, typer.Option(min=0, max=65535, help="Port of /v1/load and /admin/drain.")]
+EngineAdminPort = Annotated[int, typer.Option(min=1, max=65535, help="Admin port of the engine.")]
+MetricsPort = Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")]
+Device = Annotated[
+    str, typer.Option(parser=_choice(*DEVICES), metavar="|".join(DEVICES), help="Where steps run; auto is the CPU.")
+]
+Dtype = Annotated[
+    str, typer.Option(parser=_choice(*DTYPES), metavar="|".join(DTYPES), help="Of weights, activations and KV.")
+]
+MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output. Default: the model's.")]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests that run at once.")]
+MaxNumWaiting = Annotated[int, typer.Option(min=0, help="Requests that may wait; more get 503.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step.")]
+PrefillChunkTokens = Annotated[int, typer.Option(min=1, help="Most prompt tokens of one request in one step.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")]
+KVCacheMemory = Annotated[int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory of the KV block pool.")]
+KVStoreMemory = Annotated[
+    int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for preempted requests' KV; 0 recomputes it.")
+]
+DrainTimeout = Annotated[
+    float, typer.Option(parser=_DURATION, metavar="DURATION", help="How long SIGTERM waits for running requests.")
+]
+ProgressTimeout = Annotated[
+    float, typer.Option(parser=_DURATION, metavar="DURATION", help="Silence of the core after which live is 503.")
+]
+Timeout = Annotated[
+    float, typer.Option(parser=_DURATION, metavar="DURATION", help="How long running requests may take.")
+]
+Seed = Annotated[int, typer.Option(help="Of the simulated device's tokens.")]
+SimulatedAlpha = Annotated[float, typer.Option(min=0, help="Simulated device: milliseconds of an empty step.")]
+SimulatedBeta = Annotated[float, typer.Option(min=0, help="Simulated device: milliseconds a token adds.")]
+LogLevel = Annotated[str, typer.Option(parser=_choice(*_LEVELS), metavar="|".join(_LEVELS), help="Least level logged.")]
