@@ -1,4 +1,4 @@
-"""Reading a request body within bounds, and the two fields of it that the router needs."""
+"""Reading a request body within bounds, and the few fields of it that the router needs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from paceline_router.asgi import ClientGone, Receive
 from paceline_router.errors import BodyTooLarge, BodyTooSlow, ClientError
 from paceline_router.settings import EXCESS_BODY_BYTES_MAX
 
+_ASK_USAGE = b'"stream_options":{"include_usage":true},'
+
 
 class Question(NamedTuple):
-    """What the router reads of a body. The body itself goes on byte for byte."""
+    """What the router reads of a body. `states_usage`: the client itself says whether it wants token counts."""
 
     model: str
     stream: bool
+    states_usage: bool
+
+    @property
+    def needs_usage(self) -> bool:
+        """Whether the router must ask for the token count that it judges by, and keep it from the client."""
+        return self.stream and not self.states_usage
 
 
 async def read_body(receive: Receive, *, content_length: str | None, max_bytes: int, timeout_s: float) -> bytes:
@@ -28,9 +36,10 @@ async def read_body(receive: Receive, *, content_length: str | None, max_bytes: 
 
 
 def read_question(body: bytes) -> Question:
-    """Model name and whether to stream. Raises ClientError for a body that is not a usable JSON object."""
+    """The fields that count. Raises ClientError for a body that is not a usable JSON object."""
     try:
-        document: Any = json.loads(body)
+        # Decoded here and strictly, so that what is spliced in later is in the same encoding.
+        document: Any = json.loads(body.decode())
     except (ValueError, RecursionError):
         raise ClientError("the request body is not valid JSON") from None
     if not isinstance(document, dict):
@@ -38,7 +47,16 @@ def read_question(body: bytes) -> Question:
     model = document.get("model")
     if not isinstance(model, str) or not model:
         raise ClientError("name a model in the field 'model'", param="model")
-    return Question(model, document.get("stream") is True)
+    return Question(model, document.get("stream") is True, "stream_options" in document)
+
+
+def with_usage(body: bytes) -> bytes:
+    """The body of a JSON object without stream_options, asking for usage; the other bytes stay as they are.
+
+    Engines send several tokens in one event when they are busy, so that events do not tell how many tokens there were.
+    """
+    brace = body.index(b"{") + 1
+    return body[:brace] + _ASK_USAGE + body[brace:]
 
 
 def _declared(content_length: str | None) -> int:

@@ -111,3 +111,7 @@ def _refuse(message: str) -> NoReturn:
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()

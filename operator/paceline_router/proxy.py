@@ -19,7 +19,7 @@ from paceline_api.slo import End
 from paceline_router import headers as header_rules
 from paceline_router.asgi import Answer, ClientGone, Receive, Scope, Send, wait_disconnect
 from paceline_router.auth import Authenticator, Credentials, salt_of
-from paceline_router.body import Question, read_body, read_question
+from paceline_router.body import Question, read_body, read_question, with_usage
 from paceline_router.errors import ApiError, ModelNotFound, NoCapacity, Unauthorized, UpstreamFailed, error_object
 from paceline_router.inflight import InFlight
 from paceline_router.ledger import Entry, Ledger
@@ -28,7 +28,7 @@ from paceline_router.records import Endpoint, EndpointId, TenantRecord
 from paceline_router.retry import CoolDown, RetryBudget
 from paceline_router.settings import ATTEMPTS_MAX, MODELS_NAMED_MAX, WHOLE_ANSWER_BYTES_MAX, Limits
 from paceline_router.snapshot import Model, Snapshot
-from paceline_router.sse import WholeLines, error_event, usage_tokens
+from paceline_router.sse import WholeLines, error_event, usage_tokens, without_usage_event
 from paceline_router.token_file import TokenFile
 from paceline_router.upstream import AttemptFailed, attempt, read_whole
 
@@ -118,6 +118,8 @@ class Proxy:
             salt=salt_of(self._salt_secret(), tenant.name),
             token=None if self._token is None else self._token.current(),
         )
+        if question.needs_usage:
+            body = with_usage(body)
         relay = asyncio.create_task(self._relay(scope["path"], question, sent, body, answer, entry))
         gone = asyncio.create_task(wait_disconnect(receive))
         try:
@@ -157,7 +159,7 @@ class Proxy:
             try:
                 with self.in_flight.track(endpoint.id):
                     async with attempt(self._session, endpoint, path, headers, body) as response:
-                        return await self._pass_on(response, answer, entry, question.model)
+                        return await self._pass_on(response, answer, entry, question)
             except AttemptFailed as failure:
                 self._ledger.upstream_error(question.model, failure.reason)
                 self._cool_down.add(endpoint.id, self._clock())
@@ -195,14 +197,14 @@ class Proxy:
         return UpstreamFailed(f"the engine of {model_name} did not answer ({failure.reason}); try again")
 
     async def _pass_on(
-        self, response: aiohttp.ClientResponse, answer: Answer, entry: Entry, model_name: str
+        self, response: aiohttp.ClientResponse, answer: Answer, entry: Entry, question: Question
     ) -> tuple[End, int]:
         if response.status in (401, 403):
-            log.error("The engine of %s refused the internal token (HTTP %d)", model_name, response.status)
-            raise UpstreamFailed(f"the engine of {model_name} refused this router; tell the platform team")
+            log.error("The engine of %s refused the internal token (HTTP %d)", question.model, response.status)
+            raise UpstreamFailed(f"the engine of {question.model} refused this router; tell the platform team")
         headers = header_rules.for_client(response.raw_headers, request_id=entry.request_id)
         if response.content_type == "text/event-stream":
-            return await self._pass_stream(response, headers, answer, entry, model_name)
+            return await self._pass_stream(response, headers, answer, entry, question)
         body = await read_whole(response, WHOLE_ANSWER_BYTES_MAX)
         await answer.whole(response.status, headers, body)
         entry.streamed = False
@@ -215,33 +217,41 @@ class Proxy:
         headers: list[tuple[bytes, bytes]],
         answer: Answer,
         entry: Entry,
-        model_name: str,
+        question: Question,
     ) -> tuple[End, int]:
         """Pass events on as they come. The client gets each before it is looked at here."""
         meter = entry.meter
         lines = WholeLines()
         await answer.start(response.status, headers)
+
+        async def pass_lines(whole: bytes) -> None:
+            shown = without_usage_event(whole) if question.needs_usage else whole
+            if shown:
+                await answer.part(shown)
+            meter.feed(whole, self._clock())
+
         broken = False
         try:
             async for part in response.content.iter_any():
-                whole = lines.push(part)
-                if whole:
-                    await answer.part(whole)
-                    meter.feed(whole, self._clock())
+                if whole := lines.push(part):
+                    await pass_lines(whole)
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             broken = True
         if not broken and (rest := lines.flush()):
-            await answer.part(rest)
-            meter.feed(rest, self._clock())
-        if meter.failed:
+            await pass_lines(rest)
+        await self._end_stream(answer, entry, question.model, broken=broken)
+        complete = meter.done and not meter.failed and not broken
+        return (End.FINISHED if complete else End.FAILED), response.status
+
+    async def _end_stream(self, answer: Answer, entry: Entry, model_name: str, *, broken: bool) -> None:
+        """Close the stream; one that is incomplete ends with an error event and is counted once."""
+        if entry.meter.failed:
             self._ledger.upstream_error(model_name, "error_event")
-        elif broken or not meter.done:
+        elif broken or not entry.meter.done:
             self._ledger.upstream_error(model_name, "broken_off")
             message = f"the engine of {model_name} broke off; the answer is incomplete"
             await answer.part(error_event(error_object(message, UpstreamFailed.type, UpstreamFailed.code)))
         await answer.end()
-        complete = meter.done and not meter.failed and not broken
-        return (End.FINISHED if complete else End.FAILED), response.status
 
     async def _refuse(self, error: ApiError, answer: Answer, entry: Entry) -> tuple[End, int]:
         """Say what went wrong, as far as it can still be said."""

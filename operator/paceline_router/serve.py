@@ -212,6 +212,7 @@ async def serve(config: RouterConfig, client: KubeClient, token: TokenFile | Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stop)
-    host, port = listeners.http.getsockname()[:2]
-    log.info("Router %s of namespace %s listens on %s port %d", config.name, config.namespace, host, port)
+    for name, listener in (("http", listeners.http), ("admin", listeners.admin), ("metrics", listeners.metrics)):
+        log.info("%s listens on %s port %d", name, *listener.getsockname()[:2])
+    log.info("Router %s serves namespace %s", config.name, config.namespace)
     await process.run(listeners)

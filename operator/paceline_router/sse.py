@@ -1,6 +1,6 @@
 """Reads a streamed OpenAI answer as it passes: when content starts, how many tokens, how it ends. Pure.
 
-The bytes themselves are never changed. Content counts in any form a model speaks: text, reasoning or tool calls.
+Content counts in any form a model speaks: text, reasoning or tool calls.
 """
 
 from __future__ import annotations
@@ -82,6 +82,32 @@ def usage_tokens(answer: dict[str, Any]) -> int | None:
     usage = answer.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     return tokens if isinstance(tokens, int) else None
+
+
+def without_usage_event(lines: bytes) -> bytes:
+    """The lines less an event that holds nothing but usage, for a client that did not ask for it."""
+    if b'"completion_tokens"' not in lines:
+        return lines
+    kept: list[bytes] = []
+    skip_blank = False
+    for line in lines.split(b"\n"):
+        if _is_usage_only(line):
+            skip_blank = True
+        elif skip_blank and not line.strip():
+            skip_blank = False
+        else:
+            kept.append(line)
+    return b"\n".join(kept)
+
+
+def _is_usage_only(line: bytes) -> bool:
+    if not line.startswith(b"data:") or b'"completion_tokens"' not in line:
+        return False
+    try:
+        event = json.loads(line[5:])
+    except ValueError:
+        return False
+    return isinstance(event, dict) and event.get("choices") == [] and usage_tokens(event) is not None
 
 
 def error_event(error: dict[str, str | None]) -> bytes:

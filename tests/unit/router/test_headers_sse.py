@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from router_harness import event, word
 
 from paceline_router import headers
-from paceline_router.sse import LINE_BYTES_MAX, StreamMeter, WholeLines, error_event
+from paceline_router.body import read_question, with_usage
+from paceline_router.sse import LINE_BYTES_MAX, StreamMeter, WholeLines, error_event, without_usage_event
 
 DONE = b"data: [DONE]\n\n"
 
@@ -120,3 +121,24 @@ def test_an_error_event_stands_alone_after_an_unfinished_event():
     text = (b'data: {"a": 1}\n' + error_event({"message": "m"})).decode()
     blocks = [block for block in text.split("\n\n") if block.strip()]
     assert json.loads(blocks[-1].removeprefix("data: "))["error"] == {"message": "m"}
+
+
+USAGE = event(choices=[], usage={"completion_tokens": 3})
+
+
+def test_only_the_usage_event_is_taken_out():
+    both = event(choices=[{"text": "a"}], usage={"completion_tokens": 1})
+    assert without_usage_event(both + USAGE + DONE) == both + DONE
+    assert without_usage_event(USAGE) == b""
+    spoken = word('the word "completion_tokens" in a text')
+    assert without_usage_event(spoken) == spoken
+
+
+@given(
+    st.dictionaries(st.sampled_from("abc{"), st.none() | st.text() | st.booleans()), st.sampled_from(["", " ", "\n"])
+)
+def test_asking_for_usage_changes_nothing_else(fields: dict, space: str):
+    document = {**fields, "model": "m", "stream": True}
+    body = (space + json.dumps(document)).encode()
+    assert read_question(body).needs_usage
+    assert json.loads(with_usage(body)) == {**document, "stream_options": {"include_usage": True}}

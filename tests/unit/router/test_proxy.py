@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import httpx
 import openai
 import pytest
-from router_harness import TOKEN, Cluster, FakeEngine, Replica, RunningRouter, wait_until
+from router_harness import TOKEN, Cluster, FakeEngine, Replica, RunningRouter, event, wait_until, word
 
 StartEngine = Callable[..., FakeEngine]
 StartRouter = Callable[..., RunningRouter]
@@ -33,9 +33,23 @@ def test_a_stream_arrives_byte_for_byte(router: RunningRouter):
     response = router.ask()
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    texts = [json.loads(data)["choices"] for data in events(response)[:-2]]
-    assert "".join(choice[0]["delta"]["content"] for choice in texts) == "Paris is it"
-    assert events(response)[-1] == "[DONE]"
+    assert response.content == b"".join(
+        (
+            event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]),
+            *(word(text) for text in ("Paris", " is", " it")),
+            b"data: [DONE]\n\n",
+        )
+    )
+
+
+def test_the_router_asks_for_usage_and_shows_it_only_to_those_who_asked(router: RunningRouter, engine: FakeEngine):
+    assert '"completion_tokens"' not in router.ask().text
+    assert json.loads(engine.seen[-1].body)["stream_options"] == {"include_usage": True}
+    assert '"completion_tokens"' in router.ask(stream_options={"include_usage": True}).text
+    router.ask(stream_options={"include_usage": False})
+    assert json.loads(engine.seen[-1].body)["stream_options"] == {"include_usage": False}
+    router.ask(stream=False)
+    assert "stream_options" not in json.loads(engine.seen[-1].body)
 
 
 def test_the_openai_client_streams_and_asks_whole(router: RunningRouter, engine: FakeEngine):
@@ -63,7 +77,7 @@ def test_events_are_passed_on_as_they_come(router: RunningRouter, engine: FakeEn
 
 
 def test_what_reaches_the_engine(router: RunningRouter, engine: FakeEngine):
-    body = b'{"model": "chat",   "stream": true, "x": "\xc3\xa9"}'
+    body = b'{"model": "chat",   "stream": false, "x": "\xc3\xa9"}'
     headers = {
         "authorization": "Bearer sk-alice",
         "x-request-id": "mine-1",
@@ -126,6 +140,7 @@ def test_an_encoded_answer_passes_untouched(router: RunningRouter, engine: FakeE
         (b"{", "not valid JSON"),
         (b"[]", "must be a JSON object"),
         (b"[" * 100_000, "not valid JSON"),
+        ('{"model": "chat"}'.encode("utf-16"), "not valid JSON"),
         (b'{"stream": true}', "name a model"),
         (b'{"model": 7}', "name a model"),
     ],
