@@ -17,5 +17,7 @@ elif [ "${CI:-}" = true ]; then
 else
   echo "kube tests: skipped, for neither Go (1.26, builds the control plane) nor KUBEBUILDER_ASSETS is here"
 fi
+mkdir -p .build/measured
+echo "{\"seconds\": $((SECONDS - started)), \"failed\": $failed}" >.build/measured/test.json
 echo "total time: $((SECONDS - started)) s"
 exit $failed
