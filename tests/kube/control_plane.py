@@ -8,11 +8,9 @@ machine's. Certificates, tokens, data and one log per process lie in one private
 from __future__ import annotations
 
 import base64
-import ctypes
 import json
 import os
 import secrets
-import signal
 import ssl
 import subprocess
 import time
@@ -34,8 +32,6 @@ API_PORT = 6443
 ETCD_URL = "http://127.0.0.1:2379"
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 # user name and groups of every static token; the API server's own RBAC defaults give them their rights.
 USERS = {
@@ -101,16 +97,17 @@ class ControlPlane:
         return "\n".join(text.splitlines()[-lines:])
 
     def spawn(self, name: str, argv: list[str]) -> subprocess.Popen[bytes]:
-        """Start a child whose output goes to `<name>.log` and that dies with this process."""
+        """Start a child whose output goes to `<name>.log` and that dies with the calling thread."""
         with (self.folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(
-                argv,
+                ["setpriv", "--pdeathsig", "KILL", "--", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                # A killed process leaves its temporary files; here they go with the folder.
+                env=os.environ | {"TMPDIR": str(self.folder)},
             )
         self.processes[name] = process
         return process
@@ -166,10 +163,6 @@ def wait_until(what: str, check: Callable[[], Any], timeout: float = READY_TIMEO
         if time.monotonic() > deadline:
             raise AssertionError(f"after {timeout:.0f} s still not: {what}")
         time.sleep(interval)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_inputs(plane: ControlPlane) -> None:

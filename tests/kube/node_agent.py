@@ -78,7 +78,8 @@ def start(plane: ControlPlane, name: str = DEFAULT_NODE) -> Node:
     # The shell is the first process of the tree: it collects what containers leave behind when they are killed.
     tree = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     process = plane.spawn(name, [*tree, "sh", "-c", '"$@" & wait $!', "sh", *agent])
-    core = client.CoreV1Api(config.new_client_from_config(str(plane.kubeconfig)))
+    admin = config.new_client_from_config(str(plane.kubeconfig))
+    core = client.CoreV1Api(admin)
 
     def ready() -> bool:
         if process.poll() is not None:
@@ -93,6 +94,8 @@ def start(plane: ControlPlane, name: str = DEFAULT_NODE) -> Node:
         wait_until(f"node {name} is ready", ready, timeout=30)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{plane.log_tail(name)}") from error
+    finally:
+        admin.close()
     return Node(name, folder, plane)
 
 
@@ -100,7 +103,7 @@ async def run(name: str, kubeconfig: Path, folder: Path) -> None:
     """Be the node `name` until killed."""
     api_client = config.new_client_from_config(str(kubeconfig))
     server = urlsplit(api_client.configuration.host)
-    api = NodeApi(api_client, name, BRIDGE_IP)
+    api = NodeApi(api_client, name, BRIDGE_IP, folder / "discovery.json")
     sink = ApiStatusSink(api)
     index = list(NODES).index(name)
     isolation = ISOLATIONS[NODES[name]]

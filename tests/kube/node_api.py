@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kubernetes import client, dynamic
@@ -40,9 +41,10 @@ CAPACITY = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": 
 class NodeApi:
     """Calls of one node. Blocking; `content` methods run them in threads."""
 
-    def __init__(self, api: client.ApiClient, name: str, address: str) -> None:
-        # The dynamic client's calls and plain dicts are the same in every release of the library.
-        self._api = dynamic.DynamicClient(api)
+    def __init__(self, api: client.ApiClient, name: str, address: str, discovery_cache: Path) -> None:
+        # The dynamic client's calls and plain dicts are the same in every release of the library. Its cache is named
+        # by the server's address, which every test cluster shares, unless a file is given.
+        self._api = dynamic.DynamicClient(api, cache_file=str(discovery_cache))
         self._pods = self._api.resources.get(api_version="v1", kind="Pod")
         self.name = name
         self._address = address
