@@ -1,8 +1,20 @@
 """Discovery documents of the local API: which groups, versions and kinds it serves. Pure."""
 
 from paceline_api.kube import KINDS, Kind, Manifest
+from paceline_api.v1alpha1 import RESOURCES
 from paceline_cli.local.rules import has_status
 
+_CORE_SHORT_NAMES = {
+    "ConfigMap": "cm",
+    "Deployment": "deploy",
+    "Event": "ev",
+    "Pod": "po",
+    "PodDisruptionBudget": "pdb",
+    "Service": "svc",
+    "ServiceAccount": "sa",
+}
+_SHORT_NAMES = _CORE_SHORT_NAMES | {resource.naming.kind: resource.naming.short for resource in RESOURCES}
+_OURS = frozenset(resource.naming.kind for resource in RESOURCES)
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 _BY_PLURAL = {(kind.group, kind.version, kind.plural): kind for kind in KINDS}
 
@@ -45,7 +57,10 @@ def _resources(group: str, version: str) -> Manifest:
         if (kind.group, kind.version) != (group, version):
             continue
         entry = {"name": kind.plural, "singularName": kind.kind.lower(), "namespaced": True, "kind": kind.kind}
-        resources.append({**entry, "verbs": _VERBS})
+        names: Manifest = {"shortNames": [_SHORT_NAMES[kind.kind]]} if kind.kind in _SHORT_NAMES else {}
+        if kind.kind in _OURS:
+            names["categories"] = ["paceline"]
+        resources.append({**entry, **names, "verbs": _VERBS})
         if has_status(kind):
             status = {**entry, "name": f"{kind.plural}/status", "singularName": "", "verbs": ["get", "patch", "update"]}
             resources.append(status)

@@ -27,6 +27,7 @@ from paceline_cli.local.store import ObjectStore
 BODY_BYTES_MAX = 4 * 1024 * 1024
 WATCHES_MAX = 256
 _WATCH_S_MAX = 3600
+_VIA = "/via/"
 _STOP_S = 2
 
 
@@ -53,6 +54,11 @@ class ApiServer:
         self._stopping = asyncio.Event()
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def kubectl_url(self) -> str:
+        """The URL with the token in its path, for kubectl: it sends no credentials over plain HTTP."""
+        return f"{self.url}{_VIA}{self.token}"
 
     async def start(self) -> str:
         """Returns the URL; raises OSError where the port is taken."""
@@ -88,20 +94,25 @@ class ApiServer:
 
     async def _endpoint(self, request: Request) -> Response:
         try:
-            self._authenticate(request)
-            return await self._answer(request)
+            return await self._answer(request, self._authenticated(request))
         except KubeError as error:
             return _failure(error)
 
-    def _authenticate(self, request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+    def _authenticated(self, request: Request) -> str:
+        """The path of the API; KubeError 401 without the token in the header or in the path."""
+        path = request.url.path
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if path.startswith(_VIA):
+            given, _, rest = path.removeprefix(_VIA).partition("/")
+            path = f"/{rest}"
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise KubeError(401, "Unauthorized", "Unauthorized")
+        return path
 
-    async def _answer(self, request: Request) -> Response:
-        if request.method == "GET" and (document := discovery.document(request.url.path)) is not None:
+    async def _answer(self, request: Request, path: str) -> Response:
+        if request.method == "GET" and (document := discovery.document(path)) is not None:
             return JSONResponse(document)
-        address = _address(request.url.path)
+        address = _address(path)
         if request.method == "GET":
             if address.name:
                 return JSONResponse(self._existing(address))

@@ -5,14 +5,17 @@ import os
 from pathlib import Path
 
 
-def write_kubeconfig(path: Path, url: str, token: str, namespace: str = "default") -> None:
-    """Atomically, readable by the user alone: the token is all that protects the local API."""
+def write_kubeconfig(path: Path, url: str, token: str = "", namespace: str = "default") -> None:
+    """Atomically, readable by the user alone: the token is all that protects the local API.
+
+    Without `token` the URL must carry it (`ApiServer.kubectl_url`).
+    """
     name = "paceline-local"
     document = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": name, "cluster": {"server": url}}],
-        "users": [{"name": name, "user": {"token": token}}],
+        "users": [{"name": name, "user": {"token": token} if token else {}}],
         "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": namespace}}],
         "current-context": name,
     }

@@ -52,13 +52,16 @@ class LocalRuntime:
         self.config = config
         self.run_dir = config.state_dir / "run" / str(os.getpid())
         self.kubeconfig = self.run_dir / "kubeconfig"
+        """For kubectl and for people."""
+        # For pods: the token stays out of URLs, and so out of their logs.
+        self._pod_kubeconfig = self.run_dir / "pod-kubeconfig"
         self.store = new_store(config.validators)
         self.api = ApiServer(self.store, secrets.token_urlsafe(32), port=config.api_port)
         isolation = HostIsolation(
             fixed_port=config.fixed_port,
             stand_ins=config.stand_ins,
             devices=config.devices,
-            api_env={"KUBECONFIG": str(self.kubeconfig)},
+            api_env={"KUBECONFIG": str(self._pod_kubeconfig)},
         )
         config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_stale_runs(config.state_dir / "run")
@@ -81,7 +84,8 @@ class LocalRuntime:
     async def start(self) -> None:
         """Raises OSError where the API port is taken; nothing is left half-started then."""
         url = await self.api.start()
-        write_kubeconfig(self.kubeconfig, url, self.api.token, self.config.namespace)
+        write_kubeconfig(self._pod_kubeconfig, url, self.api.token, self.config.namespace)
+        write_kubeconfig(self.kubeconfig, self.api.kubectl_url, namespace=self.config.namespace)
         self._controllers.start()
         self.agent.start()
 

@@ -148,7 +148,7 @@ def test_from_objects_to_answers_through_a_rollout_to_a_clean_end(tmp_path: Path
 
     run(tmp_path, main)
     assert seen[0]["token"] == "t0k3n"
-    assert seen[0]["kubeconfig"] == str(tmp_path / "state" / "run" / str(os.getpid()) / "kubeconfig")
+    assert seen[0]["kubeconfig"] == str(tmp_path / "state" / "run" / str(os.getpid()) / "pod-kubeconfig")
     assert not any(alive(answer["pid"]) for answer in seen)
 
 

@@ -134,12 +134,21 @@ def test_server_side_apply_patch_status_and_delete(running: Running, dynamic: Dy
 
 def test_no_token_no_answer(running: Running) -> None:
     url = json.loads(running.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
-    for headers in ({}, {"Authorization": "Bearer wrong"}):
-        request = urllib.request.Request(f"{url}/api/v1/secrets", headers=headers)
+    attempts: list[tuple[str, dict[str, str]]] = [("", {}), ("", {"Authorization": "Bearer wrong"}), ("/via/wrong", {})]
+    for prefix, headers in attempts:
+        request = urllib.request.Request(f"{url}{prefix}/api/v1/secrets", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=5)
         with refused.value:
             assert refused.value.code == 401
+
+
+def test_a_url_that_carries_the_token_needs_no_header(running: Running, tmp_path: Path) -> None:
+    url = json.loads(running.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
+    write_kubeconfig(tmp_path / "kubectl", f"{url}/via/{TOKEN}")
+    running.store.create(pod("a"))
+    found = OfficialKubeClient.connect(tmp_path / "kubectl").list(POD, "ns")
+    assert [item["metadata"]["name"] for item in found.items] == ["a"]
 
 
 def test_the_products_own_client(running: Running) -> None:
