@@ -127,7 +127,7 @@ class Peer:
             dtype=torch.float32,
         )
         self._torch = torch
-        self._ids = Tokenizer.from_file(str(loaded.tokenizer_file)).encode(PROMPT)
+        self._ids = Tokenizer.from_file(str(loaded.tokenizer_file)).encode(PROMPT, add_special_tokens=True)
         self._model = LlamaForCausalLM(config).eval()
         for path in loaded.files:
             self._model.load_state_dict(load_file(path), strict=False)
