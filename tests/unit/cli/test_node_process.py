@@ -17,6 +17,7 @@ from paceline_cli.node import container as container_module
 from paceline_cli.node import launcher as launcher_module
 from paceline_cli.node.host import HostIsolation
 from paceline_cli.node.node import ProcessNode
+from paceline_cli.node.parse import parse_pod
 from paceline_cli.node.pod import Pod
 from paceline_cli.node.worker import NodeConfig
 
@@ -188,6 +189,25 @@ def test_ready_then_a_graceful_end_with_pre_stop_before_sigterm(world: World) ->
         assert not alive(pid)
         assert world.node.log_path("ns", "p", "main").read_text() == "serving\n"
         assert list(world.node.config.state_dir.glob("pods/*")) == []
+        await world.node.stop()
+
+    run(main())
+
+
+def test_an_exec_hook_sees_the_container_and_is_cut_at_the_grace_period(world: World) -> None:
+    async def main() -> None:
+        line = f'echo "hook $PACELINE_PORT_HTTP" >> {world.home}/notes; sleep 60; echo late >> {world.home}/notes'
+        manifest = server(world, lifecycle={"preStop": {"exec": {"command": ["sh", "-c", line]}}})
+        world.node.apply(manifest)
+        await until(lambda: world.sink.condition("Ready") == "True")
+        port = world.isolation.reserve(parse_pod(manifest)).port(8000)
+        began = time.monotonic()
+        world.node.apply(deleted(manifest, 1))
+        await until(lambda: world.sink.ended == ["u1"])
+        assert 0.9 < time.monotonic() - began < 8
+        assert world.notes[-2:] == [f"hook {port}", "SIGTERM"]
+        # SIGTERM came with time to act on it, although the hook had used up the grace period.
+        assert world.sink.state["state"]["terminated"]["exitCode"] == 0
         await world.node.stop()
 
     run(main())
