@@ -79,14 +79,14 @@ def read_documents(text: str) -> Iterator[Document]:
     try:
         while True:
             try:
-                if not loader.check_node():
-                    return
-                node = loader.get_node()
+                node = loader.get_node() if loader.check_node() else None
             except yaml.YAMLError as error:
                 raise Unreadable(_syntax_error(error, text)) from None
             except RecursionError:
                 message = f"fields are nested deeper than {DEPTH_MAX} levels; flatten them"
                 raise Unreadable(SourceError(Position(1, 1), message)) from None
+            if node is None:
+                return
             document = _Reader(loader).document(node)
             if document.value is not None or document.errors:
                 yield document

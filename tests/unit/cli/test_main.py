@@ -53,3 +53,14 @@ def test_quick_commands_load_nothing_heavy(arguments: str) -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=30)
+
+
+def test_paceline_up_itself_stays_small() -> None:
+    code = (
+        "import sys, paceline_cli.commands.up.command, paceline_cli.commands.up.runtime\n"
+        "from paceline_cli.commands.up.prerequisites import missing_models, missing_packages\n"
+        "missing_models([]), missing_packages()\n"
+        "heavy = {'torch', 'transformers', 'kopf', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

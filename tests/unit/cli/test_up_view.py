@@ -53,6 +53,13 @@ def test_ready_means_that_every_service_serves_what_was_asked_last(manifest: dic
     assert seen([manifest], []).ready is ready
 
 
+def test_a_url_that_leads_nowhere_yet_is_not_ready() -> None:
+    view = view_of(
+        [service("True", "Serving")], [], now=NOW, port_of=len, log_of=lambda pod: Log("", ""), reachable=False
+    )
+    assert not view.ready
+
+
 def test_a_pod_that_loads_shows_what_its_process_said_last() -> None:
     (row,) = seen([], [pod(state={"running": {}})], 'x\n{"level": "info", "message": "converting weights"}\n\n').pods
     assert (row.state, row.note, row.port, row.age_s) == ("Starting", "converting weights", 20001, 42)

@@ -92,7 +92,8 @@ def _listener(port: int) -> str | None:
 
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            address = tuple(connection.laddr)
+            if connection.status == psutil.CONN_LISTEN and address[1:2] == (port,) and connection.pid:
                 with contextlib.suppress(psutil.Error):
                     return f"{psutil.Process(connection.pid).name()}, PID {connection.pid}"
     return None

@@ -6,6 +6,7 @@ Everything that can be wrong with files, packages, models or the port ends the c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline_api.kube import Manifest
+from paceline_api.kube import KubeError, Manifest
 from paceline_api.v1alpha1 import InferenceService
 from paceline_cli.commands.up import prerequisites
 from paceline_cli.commands.up.claim import HOST, Claim, default_state_dir
@@ -23,7 +24,7 @@ from paceline_cli.commands.up.objects import Typed, anonymous_router, local_obje
 from paceline_cli.commands.up.screen import Screen, make_screen
 from paceline_cli.commands.up.view import View, curl_command
 from paceline_cli.commands.validate import load_valid
-from paceline_cli.errors import EXIT_DONE, EXIT_FAILED, BadInput
+from paceline_cli.errors import EXIT_DONE, EXIT_FAILED, BadInput, CliError
 
 if TYPE_CHECKING:
     from paceline_cli.commands.up.runtime import Runtime
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 DEFAULT_FILE = Path("manifests/examples/smollm2.yaml")
 REDRAW_S = 0.1
 """Shortest time between two redraws."""
+STOPPING_S = 5.0
+"""While pods finish their requests, they are named this often."""
 TICK_S = 1.0
 """Ages and the last lines of logs are looked at this often."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -68,10 +71,13 @@ def run(files: Sequence[str], options: Options) -> int:
 
 
 def _process_start_s() -> float:
-    """When this process began, on the monotonic clock: start-up time includes Python's own."""
-    import psutil
-
-    return time.monotonic() - (time.time() - psutil.Process().create_time())
+    """When this process began, on the monotonic clock: start-up time includes Python's own where the system tells."""
+    now_s = time.monotonic()
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
+        # proc(5): field 22, in clock ticks since boot; the name in field 2 may hold spaces.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return now_s - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return now_s
 
 
 def _files(files: Sequence[str]) -> Sequence[str]:
@@ -126,13 +132,26 @@ class _Session:
             self._plan.claim, self._plan.namespace, router_names(self._plan.typed), self._changed.set
         )
         try:
-            await runtime.start(self._plan.manifests)
+            await self._start(runtime)
             await self._watch(runtime)
         finally:
-            self._say("stopping", "stopping; Ctrl-C again does not wait for requests in flight")
-            await runtime.stop()
+            await self._finish(runtime)
         self._say("stopped", f"stopped; logs are in {runtime.log_dir}")
         return self._exit_code
+
+    async def _start(self, runtime: Runtime) -> None:
+        try:
+            await runtime.start(self._plan.manifests)
+        except (KubeError, OSError) as error:
+            raise CliError(f"cannot start: {error}") from error
+
+    async def _finish(self, runtime: Runtime) -> None:
+        self._say("stopping", "stopping; Ctrl-C again does not wait for requests in flight")
+        stopping = asyncio.ensure_future(runtime.stop())
+        while not (await asyncio.wait({stopping}, timeout=STOPPING_S))[0]:
+            names = sorted(name for _, name in runtime.pods)
+            self._say("draining", f"still finishing requests: {', '.join(names)}", pods=names)
+        await stopping
 
     def _signalled(self) -> None:
         self._signals += 1

@@ -32,19 +32,24 @@ def local_objects(objects: list[SourceObject], typed: Typed) -> tuple[str, list[
     ]
     if not problems and not any(isinstance(resource, InferenceService) for _, resource in typed):
         problems.append("the files hold no InferenceService: there is nothing to run")
-    namespaces: dict[str, SourceObject] = {}
-    for item in wanted:
-        namespaces.setdefault(item.namespace, item)
-    first, *others = namespaces.values() or [None]
-    for other in others:
-        assert first is not None
-        why = f"`paceline up` runs one namespace, and {first.label} is in {first.namespace!r}; make them equal"
-        problems.append(str(other.finding(("metadata", "namespace"), why)))
+    problems += _other_namespaces(wanted)
     if problems:
         raise BadInput(*problems)
-    namespace = next(iter(namespaces))
+    namespace = wanted[0].namespace
     ordered = sorted(wanted, key=lambda item: _ORDER[item.kind])
     return namespace, [_stored(item, namespace) for item in ordered]
+
+
+def _other_namespaces(items: list[SourceObject]) -> list[str]:
+    """One line for each namespace that is not the first object's."""
+    first_of: dict[str, SourceObject] = {}
+    for item in items:
+        first_of.setdefault(item.namespace, item)
+    if not first_of:
+        return []
+    first, *others = first_of.values()
+    why = f"`paceline up` runs one namespace, and {first.label} is in {first.namespace!r}; make them equal"
+    return [str(other.finding(("metadata", "namespace"), why)) for other in others]
 
 
 def _stored(item: SourceObject, namespace: str) -> Manifest:

@@ -29,6 +29,7 @@ from paceline_cli.commands.up.view import Log, View, view_of
 from paceline_cli.local.runtime import LocalRuntime, RuntimeConfig
 from paceline_cli.local.service_proxy import ServiceProxy
 from paceline_cli.node.logs import tail
+from paceline_cli.node.pod import PodKey
 from paceline_operator.app import Operator
 from paceline_operator.settings import Settings
 
@@ -75,6 +76,11 @@ class Runtime:
     def urls(self) -> list[str]:
         """Base URL of each router, in the order given."""
         return [f"http://{HOST}:{proxy.port}/v1" for proxy in self._proxies]
+
+    @property
+    def pods(self) -> set[PodKey]:
+        """Pods that still have a process."""
+        return self._local.node.pods
 
     async def start(self, manifests: Sequence[Manifest]) -> None:
         """Raises OSError where a port was taken in the meantime; `stop` must be called in any case."""

@@ -109,15 +109,18 @@ class TableScreen:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._console = Console(highlight=False, force_terminal=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
 
     def show(self, view: View, elapsed_s: float) -> None:
         self._live.update(_tables(view, elapsed_s), refresh=True)
 
     def say(self, event: str, text: str, **facts: Any) -> None:
-        del event, facts
+        del facts
+        if event == "stopping":
+            # What the table said is not true any more.
+            self._live.update("", refresh=True)
         # Long lines are left to the terminal, so that a command can be copied as it is.
         self._console.print(text, markup=False, soft_wrap=True)
 
