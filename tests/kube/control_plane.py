@@ -14,7 +14,6 @@ import secrets
 import ssl
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -260,15 +259,13 @@ def _wait_ready(plane: ControlPlane) -> None:
 def _readyz(plane: ControlPlane) -> bool:
     if plane.ca_file is None or not plane.ca_file.exists():
         return False
-    request = urllib.request.Request(
-        f"{plane.server}/readyz", headers={"Authorization": f"Bearer {plane.tokens['admin']}"}
-    )
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}),
-        urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=os.fspath(plane.ca_file))),
-    )
+    headers = {"Authorization": f"Bearer {plane.tokens['admin']}"}
+    request = urllib.request.Request(f"{plane.server}/readyz", headers=headers)
     try:
+        # The certificate may be half written: that is an SSLError, which is an OSError, as all failures here are.
+        https = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=os.fspath(plane.ca_file)))
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
         with opener.open(request, timeout=2) as response:
             return response.status == 200
-    except (urllib.error.URLError, OSError, ssl.SSLError):
+    except OSError:
         return False
