@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -48,8 +49,10 @@ class EngineProcess:
         self.log = directory / "engine.log"
         command = [sys.executable, "-m", "paceline_engine.cli", "serve", "--model", SMOLLM2, "--served-model-name", "m"]
         command += ["--port", "0", "--admin-port", "0", "--metrics-port", "0", *arguments]
+        # One torch thread: where others use the cores too, threads that wait for one another only lose time.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
-            self.popen = subprocess.Popen(command, stderr=log)
+            self.popen = subprocess.Popen(command, stderr=log, env=environment)
         ports = wait_for("listening", self._ports)
         self.http, self.admin, self.metrics = (f"http://127.0.0.1:{port}" for port in ports)
         if ready:
