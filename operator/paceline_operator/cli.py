@@ -47,6 +47,9 @@ LeaderElect = Annotated[bool, typer.Option(help="Hold a Lease while working; a s
 LeaseNamespace = Annotated[str, typer.Option(envvar="PACELINE_LEASE_NAMESPACE", help="Namespace of the Lease.")]
 Workers = Annotated[int, typer.Option(min=1, max=64, help="Reconciles at once.")]
 ResyncS = Annotated[float, typer.Option(min=1, help="Seconds between comparisons with real lists, +-20 %.")]
+StatusIntervalS = Annotated[
+    float, typer.Option(min=0, help="Fewest seconds between status writes that change figures only.")
+]
 InformerName = Annotated[str, typer.Option(help="What watches the API: kopf or watch.")]
 
 
@@ -68,6 +71,7 @@ def run(
     lease_namespace: LeaseNamespace = _DEFAULTS.lease_namespace,
     workers: Workers = _DEFAULTS.workers,
     resync_s: ResyncS = _DEFAULTS.resync_s,
+    status_interval_s: StatusIntervalS = _DEFAULTS.status_interval_s,
     informer: InformerName = "kopf",
 ) -> None:
     """Run the operator."""
@@ -83,6 +87,7 @@ def run(
         plan=PlanSettings(image_engine=image_engine, image_router=image_router),
         workers=workers,
         resync_s=resync_s,
+        status_interval_s=status_interval_s,
         lease_namespace=lease_namespace,
     )
     process = _Process(_connected(kubeconfig), settings, kubeconfig, informer)

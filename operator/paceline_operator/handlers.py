@@ -24,6 +24,7 @@ from paceline_operator.informer import Sink
 
 log = logging.getLogger(__name__)
 
+_TLS_CLOSE_S = 0.25
 PRIVATE_PREFIX = "paceline.dev"
 
 
@@ -75,6 +76,8 @@ def kopf_settings() -> kopf.OperatorSettings:
     """Bounded watches and requests; no peering, no posted events; names of our own in what it could ever store."""
     settings = kopf.OperatorSettings()
     settings.peering.standalone = True
+    # Without it kopf lists namespaces and CRDs of the whole cluster first, and waits for ever without that right.
+    settings.scanning.disabled = True
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 310
     settings.watching.connect_timeout = 10
@@ -117,14 +120,17 @@ class KopfInformer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(
-                kopf.operator(
-                    registry=self._registry,
-                    settings=kopf_settings(),
-                    clusterwide=self._namespace is None,
-                    namespaces=() if self._namespace is None else [self._namespace],
-                    stop_flag=self._stop,
-                )
-            )
+            asyncio.run(self._watch())
         except Exception:
             log.exception("The informer ended; the process must be started again")
+
+    async def _watch(self) -> None:
+        await kopf.operator(
+            registry=self._registry,
+            settings=kopf_settings(),
+            clusterwide=self._namespace is None,
+            namespaces=() if self._namespace is None else [self._namespace],
+            stop_flag=self._stop,
+        )
+        # aiohttp closes TLS connections in later turns of the loop.
+        await asyncio.sleep(_TLS_CLOSE_S)

@@ -21,6 +21,7 @@ from paceline_operator.planner.manifests import dig
 from paceline_operator.planner.model import EventNote, PodFact
 
 MESSAGE_LENGTH_MAX = 1024
+UNSCHEDULABLE = "Unschedulable"
 
 
 class Outlook(Enum):
@@ -124,12 +125,23 @@ class Rollout:
         return [pod for pod in self.pods if self.template_hash in (None, pod.config_hash)]
 
     @property
+    def failing_pod(self) -> PodFact | None:
+        """A pod of the current template that does not run; the first by name, so that the message is steady."""
+        failing = [pod for pod in self.current_pods if pod.problem is not None and not pod.ready]
+        return min(failing, key=lambda pod: pod.name, default=None)
+
+    @property
     def problem(self) -> str | None:
-        """Why a pod of the current template does not run; the first by name, so that the message is steady."""
-        for pod in sorted(self.current_pods, key=lambda pod: pod.name):
-            if pod.problem is not None and not pod.ready:
-                return f"pod {pod.name}: {pod.problem[0]}: {pod.problem[1]}".rstrip(": ")
-        return None
+        """Why that pod does not run."""
+        pod = self.failing_pod
+        if pod is None or pod.problem is None:
+            return None
+        return f"pod {pod.name}: {pod.problem[0]}: {pod.problem[1]}".rstrip(": ")
+
+    @property
+    def unschedulable(self) -> bool:
+        pod = self.failing_pod
+        return pod is not None and pod.problem is not None and pod.problem[0] == UNSCHEDULABLE
 
     @property
     def observed(self) -> bool:
@@ -166,7 +178,8 @@ def rollout_verdict(rollout: Rollout, noun: str) -> Verdict | None:
     if rollout.deadline_passed:
         return stalled("ProgressDeadlineExceeded", problem or "replicas did not get ready in time; see their pods")
     if problem is not None:
-        return reconciling(f"{noun}Failing", problem, warning=True)
+        reason = f"{noun}Unschedulable" if rollout.unschedulable else f"{noun}Failing"
+        return reconciling(reason, problem, warning=True)
     current = sum(pod.ready for pod in rollout.current_pods)
     message = f"{current} of {rollout.wanted} replicas of this generation are ready"
     reason = "RollingOut" if rollout.count("readyReplicas") else f"{noun}Starting"

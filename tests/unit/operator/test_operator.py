@@ -80,6 +80,14 @@ def become_ready(cluster, name="chat"):
     wait_until(f"{name} is Ready", ready)
 
 
+def become_ready_router(cluster):
+    def ready() -> bool:
+        cluster.run_deployments()
+        return ready_status(cluster.get(ROUTER, "default")) == "True"
+
+    wait_until("the router is Ready", ready)
+
+
 def _caught_up(cluster, operator) -> bool:
     return all(
         {item["metadata"]["resourceVersion"] for item in operator.cache.list(kind)}
@@ -355,6 +363,22 @@ def test_the_token_survives_a_race_of_two_creators(cluster, start):
     cluster.put(service())
     settle(cluster, operator)
     assert cluster.token["data"] == {"token": "Zmlyc3Q="}
+
+
+def test_figures_alone_wait_for_the_status_interval_and_conditions_do_not(cluster, start):
+    operator = start(settings=Settings(resync_s=3600, status_interval_s=3600))
+    cluster.put(router(replicas=2))
+    become_ready_router(cluster)
+    settle(cluster, operator)
+    deployment = cluster.get(DEPLOYMENT, FLEET)
+    cluster.store.replace_status({**deployment, "status": {**deployment["status"], "replicas": 3, "readyReplicas": 1}})
+    wait_until("the condition is written at once", lambda: ready_status(cluster.get(ROUTER, "default")) == "False")
+    assert cluster.get(ROUTER, "default")["status"]["readyReplicas"] == 1
+    deployment = cluster.get(DEPLOYMENT, FLEET)
+    writes = cluster.store.writes[ROUTER]
+    cluster.store.replace_status({**deployment, "status": {**deployment["status"], "replicas": 4}})
+    wait_until("the operator has seen it", lambda: operator.idle and _caught_up(cluster, operator))
+    assert cluster.store.writes[ROUTER] == writes
 
 
 def test_stop_ends_the_workers(cluster, start):

@@ -345,6 +345,14 @@ def test_a_crash_looping_engine_says_why():
     assert [(event.reason, event.warning) for event in failing.events] == [("EnginesFailing", True)]
 
 
+def test_a_pod_that_fits_no_node_says_so():
+    state = settled()
+    pod = PodFact("p0", state.pods[0].config_hash, False, ("Unschedulable", "0/1 nodes are available"))
+    waiting = plan(replace(state, pods=(pod,), children=rolled_out(state.children, 0)), NOW, SETTINGS)
+    assert reasons(waiting) == ("False", "EnginesUnschedulable")
+    assert "0/1 nodes" in condition(waiting, "Ready")["message"]
+
+
 def test_a_rollout_past_its_deadline_is_stalled():
     state = settled()
     late = []
