@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -13,14 +14,18 @@ RawHeader = tuple[bytes, bytes]
 
 
 class ClientGone(Exception):
-    """The client closed its connection before the answer was complete."""
+    """The client closed its connection, or stopped reading, before the answer was complete."""
 
 
 class Answer:
-    """The answer to one request. Knows whether it has started: before that, anything can still be said."""
+    """The answer to one request. Knows whether it has started: before that, anything can still be said.
 
-    def __init__(self, send: Send) -> None:
+    A client that takes nothing for `timeout_s` counts as gone, so that it cannot hold an engine's memory for ever.
+    """
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
         self._send = send
+        self._timeout_s = timeout_s
         self.started = False
         self.status = 0
 
@@ -42,8 +47,9 @@ class Answer:
 
     async def _sent(self, message: Message) -> None:
         try:
-            await self._send(message)
-        except OSError:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(message)
+        except OSError:  # TimeoutError is one
             raise ClientGone from None
 
 

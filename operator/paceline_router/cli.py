@@ -50,6 +50,7 @@ def run(
     connect_timeout: Annotated[str, typer.Option(help="Longest wait for a connection to an engine.")] = "2s",
     read_timeout: Annotated[str, typer.Option(help="Longest silence of an engine within an answer.")] = "600s",
     body_timeout: Annotated[str, typer.Option(help="Longest wait for a whole request body.")] = "60s",
+    write_timeout: Annotated[str, typer.Option(help="Longest wait for a client that takes nothing.")] = "60s",
     max_requests: Annotated[int, typer.Option(min=1, help="Requests open at once; more are answered with 503.")] = 4096,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -61,6 +62,7 @@ def run(
             connect_timeout_s=parse_duration_s(connect_timeout),
             read_timeout_s=parse_duration_s(read_timeout),
             body_timeout_s=parse_duration_s(body_timeout),
+            write_timeout_s=parse_duration_s(write_timeout),
             drain_timeout_s=parse_duration_s(drain_timeout),
         )
         token = None if internal_token_file is None else TokenFile(internal_token_file)

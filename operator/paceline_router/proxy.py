@@ -78,7 +78,7 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = header_rules.decoded(scope["headers"])
         entry = Entry(self._clock(), header_rules.request_id(headers, uuid.uuid4().hex))
-        answer = Answer(send)
+        answer = Answer(send, self._limits.write_timeout_s)
         end, code = End.FAILED, 500
         self._open += 1
         try:

@@ -23,4 +23,5 @@ class Limits:
     connect_timeout_s: float = 2.0
     read_timeout_s: float = 600.0
     body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
     drain_timeout_s: float = 120.0

@@ -165,8 +165,8 @@ class Seen:
 class FakeEngine:
     """An upstream whose behaviour is set by the test. It serves over a real socket.
 
-    mode: stream, held (streams one word, then waits for `release`), whole, dies, truncated, busy, error, refused,
-    encoded, silent (no headers until `release`).
+    mode: stream, held (streams one word, then waits for `release`), endless, whole, dies, truncated, busy, error,
+    refused, encoded, silent (no headers until `release`).
     """
 
     mode: str = "stream"
@@ -267,6 +267,12 @@ class FakeEngine:
         await self._release.wait()
         await self._part(send, word(" two"))
         await self._part(send, b"data: [DONE]\n\n", more=False)
+
+    async def _endless(self, send: Any) -> None:
+        await self._start(send, 200, b"text/event-stream")
+        while True:
+            await self._part(send, word("x" * 60_000))
+            await asyncio.sleep(0)  # sending to a closed connection returns at once
 
     async def _silent(self, send: Any) -> None:
         await self._release.wait()

@@ -381,6 +381,17 @@ def test_a_client_that_leaves_before_the_first_byte_closes_the_upstream_too(rout
     wait_until(lambda: router.in_flight == 0 and router.process.proxy.open_requests == 0, "nothing is left")
 
 
+def test_a_client_that_stops_reading_is_let_go(cluster: Cluster, start_engine: StartEngine, start_router: StartRouter):
+    engine = start_engine(mode="endless")
+    cluster.service("chat")
+    cluster.tenant("alice", "sk-alice")
+    cluster.endpoints("chat", engine.replica())
+    router = start_router(write_timeout_s=0.3)
+    with router.streaming():
+        wait_until(lambda: engine.seen and engine.seen[0].closed_s, "the engine is freed")
+        wait_until(lambda: router.in_flight == 0, "in-flight is back to zero")
+
+
 def test_accounting_returns_to_zero_after_32_streams_of_all_kinds(pair):
     router, engines = pair
     engines[0].delay_s = 0.01
