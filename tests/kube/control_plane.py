@@ -248,7 +248,7 @@ def _wait_ready(plane: ControlPlane) -> None:
             if process.poll() is not None:
                 tail = plane.log_tail(name)
                 raise Unavailable(f"{name} ended with code {process.returncode} while starting:\n{tail}")
-        return _readyz(plane)
+        return is_ready(plane)
 
     try:
         wait_until("kube-apiserver answers /readyz with 200", ready)
@@ -256,7 +256,8 @@ def _wait_ready(plane: ControlPlane) -> None:
         raise Unavailable(f"{error}\n{plane.log_tail('kube-apiserver')}") from error
 
 
-def _readyz(plane: ControlPlane) -> bool:
+def is_ready(plane: ControlPlane) -> bool:
+    """Whether the API server answers /readyz with 200 now."""
     if plane.ca_file is None or not plane.ca_file.exists():
         return False
     headers = {"Authorization": f"Bearer {plane.tokens['admin']}"}

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 from audit_log import AuditLog
-from control_plane import ControlPlane, wait_until
+from control_plane import ControlPlane, is_ready, wait_until
 from kube_manifests import apply, get
 
 pytestmark = pytest.mark.kube
 
 CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "facts"}, "data": {"a": "1"}}
+
+
+@pytest.mark.parametrize("written", ["", "-----BEGIN CERTIFICATE-----"])
+def test_a_half_written_certificate_means_not_ready_yet(tmp_path, written):
+    certificate = tmp_path / "apiserver.crt"
+    certificate.write_text(written)
+    plane = ControlPlane(tmp_path, "https://127.0.0.1:1", tmp_path, "", ca_file=certificate, tokens={"admin": "x"})
+    assert not is_ready(plane)
 
 
 def test_kubectl_and_dynamic_client_reach_the_same_server(kubectl, api, namespace):
@@ -51,7 +59,7 @@ def test_owned_objects_are_garbage_collected(kubectl, namespace):
     wait_until(
         "the owned Secret is gone",
         lambda: "child" not in kubectl("--namespace", namespace, "get", "secrets", "-o", "name"),
-        timeout=20,
+        timeout=60,
     )
 
 

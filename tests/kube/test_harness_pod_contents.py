@@ -177,5 +177,5 @@ def test_what_cannot_be_honoured_refuses_the_pod_by_name(node, kubectl, namespac
         found = statuses[0].get("state", {}).get("waiting", {})
         return found if found.get("reason") == "CreateContainerConfigError" else {}
 
-    assert wait_until("the Pod is refused", waiting, timeout=20)["message"].startswith(f"{named}:")
-    kubectl("--namespace", namespace, "delete", "pod", "odd", "--timeout=20s")
+    assert wait_until("the Pod is refused", waiting)["message"].startswith(f"{named}:")
+    kubectl("--namespace", namespace, "delete", "pod", "odd", "--timeout=60s")

@@ -57,15 +57,15 @@ def test_hook_runs_in_the_container_and_deletion_leaves_nothing(runc_node, kubec
     main = container(
         ["python", "-c", program],
         lifecycle={"preStop": {"exec": {"command": hook}}},
-        readinessProbe={"exec": {"command": ["test", "-d", "/run/hook"]}, "periodSeconds": 1},
+        readinessProbe={"exec": {"command": ["test", "-d", "/run/hook"]}, "periodSeconds": 1, "timeoutSeconds": 5},
         volumeMounts=[{"name": "hook", "mountPath": "/run/hook"}],
     )
     spec = {"nodeName": runc_node.name, "terminationGracePeriodSeconds": 20}
     apply(kubectl, namespace, pod("stop", main, volumes=[{"name": "hook", "emptyDir": {}}], **spec))
-    kubectl("--namespace", namespace, "wait", "--for=condition=Ready", "pod/stop", "--timeout=20s")
+    kubectl("--namespace", namespace, "wait", "--for=condition=Ready", "pod/stop", "--timeout=60s")
     uid = get(kubectl, namespace, "pod", "stop")["metadata"]["uid"]
     assert control_groups(uid)
-    kubectl("--namespace", namespace, "delete", "pod", "stop", "--timeout=30s")
+    kubectl("--namespace", namespace, "delete", "pod", "stop", "--timeout=60s")
     assert "term after ['saw-main-process']" in runc_node.log(namespace, "stop", "main")
     assert (processes_naming(uid), control_groups(uid)) == ([], [])
 
@@ -75,7 +75,7 @@ def test_a_container_that_ignores_sigterm_is_removed(runc_node, kubectl, namespa
     apply(kubectl, namespace, pod("stubborn", main, nodeName=runc_node.name, terminationGracePeriodSeconds=1))
     wait_log(runc_node, namespace, "stubborn", "started")
     uid = get(kubectl, namespace, "pod", "stubborn")["metadata"]["uid"]
-    kubectl("--namespace", namespace, "delete", "pod", "stubborn", "--timeout=30s")
+    kubectl("--namespace", namespace, "delete", "pod", "stubborn", "--timeout=60s")
     assert (processes_naming(uid), control_groups(uid)) == ([], [])
 
 
