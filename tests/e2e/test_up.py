@@ -237,6 +237,7 @@ def test_a_running_object_can_be_changed_through_the_local_api(up, tmp_path: Pat
     server = config["clusters"][0]["cluster"]["server"]  # carries the token
     headers = {"content-type": "application/merge-patch+json"}
     path = f"{server}/apis/paceline.dev/v1alpha1/namespaces/default/inferenceservices/smollm2"
+    assert httpx.get(path).json()["status"]["url"] == ready["url"]
     answer = httpx.patch(path, headers=headers, json={"spec": {"replicas": 2}})
     assert answer.status_code == 200, answer.text
     instance.wait_for(lambda event: event["event"] == "pod" and event["ready"] and "engine" in event["name"])

@@ -127,6 +127,18 @@ def test_each_crash_is_told_once() -> None:
     assert stream.getvalue().count("boom") == 2
 
 
+def test_what_goes_is_told_once_and_may_come_back() -> None:
+    lines, objects = io.StringIO(), io.StringIO()
+    running = [pod(state={"running": {}})]
+    for screen in (LineScreen(lines), JsonScreen(objects)):
+        for pods in (running, [], [], running):
+            screen.show(seen([], pods), 1.0)
+    assert lines.getvalue().count("pod chat-1 is gone") == 1
+    assert lines.getvalue().count("pod chat-1 Starting") == 2
+    events = [json.loads(line)["event"] for line in objects.getvalue().splitlines()]
+    assert events == ["pod", "gone", "pod"]
+
+
 def test_json_lines_are_complete_and_only_for_changes() -> None:
     stream = io.StringIO()
     screen = JsonScreen(stream)

@@ -191,7 +191,9 @@ class _Session:
         kubeconfig, url = self._runtime.kubeconfig, self._plan.url
         text = (
             f"\nReady in {elapsed_s:.1f} s: {url}\n\n{self._plan.invitation()}\n\n"
-            f"kubectl works too: export KUBECONFIG={kubeconfig}\nLogs: {self._runtime.log_dir}\n"
+            f"Objects can be changed while they run: export KUBECONFIG={kubeconfig}\n"
+            "and use kubectl get, patch, delete, or edit and apply --server-side with --validate=false.\n"
+            f"Logs: {self._runtime.log_dir}\n"
         )
         self._say("ready", text, url=url, kubeconfig=str(kubeconfig), ready_s=round(elapsed_s, 3))
 

@@ -25,7 +25,9 @@ from paceline_api.kube import (
 from paceline_api.names import MODEL_CACHE_DIR, PORT_HTTP, router_name
 from paceline_api.validation import parse
 from paceline_cli.commands.up.claim import HOST, Claim
+from paceline_cli.commands.up.load_balancer import LoadBalancer
 from paceline_cli.commands.up.view import Log, View, view_of
+from paceline_cli.local.controllers.base import ControllerManager
 from paceline_cli.local.runtime import LocalRuntime, RuntimeConfig
 from paceline_cli.local.service_proxy import ServiceProxy
 from paceline_cli.node.logs import tail
@@ -57,12 +59,13 @@ class Runtime:
             )
         )
         # Only the first router has the port that the user chose; nobody else's port is known beforehand.
+        store, services = self._local.store, [router_name(name) for name in routers]
         self._proxies = [
-            ServiceProxy(
-                self._local.store, namespace, router_name(name), PORT_HTTP, host=HOST, port=0 if index else claim.port
-            )
-            for index, name in enumerate(routers)
+            ServiceProxy(store, namespace, service, PORT_HTTP, host=HOST, port=0 if index else claim.port)
+            for index, service in enumerate(services)
         ]
+        balancer = LoadBalancer(store, namespace, HOST, list(zip(services, self._proxies, strict=True)))
+        self._controllers = ControllerManager(store, [balancer])
         self._operator = Operator(self._local.store, Settings(namespace=namespace))
         self._operator_started = False
         self._hurried = False
@@ -71,11 +74,6 @@ class Runtime:
     def kubeconfig(self) -> Path:
         """For kubectl; gone after `stop`."""
         return self._local.kubeconfig
-
-    @property
-    def urls(self) -> list[str]:
-        """Base URL of each router, in the order given."""
-        return [f"http://{HOST}:{proxy.port}/v1" for proxy in self._proxies]
 
     @property
     def pods(self) -> set[PodKey]:
@@ -91,6 +89,7 @@ class Runtime:
         store.subscribe(lambda kind: _call_soon(loop, self._changed) if kind in _LOOKED_AT else None)
         for manifest in manifests:
             store.apply(manifest, field_manager=FIELD_MANAGER)
+        self._controllers.start()
         await self._local.start()
         self._operator.start()
         self._operator_started = True
@@ -119,6 +118,7 @@ class Runtime:
     async def stop(self) -> None:
         """Pods first, each within its grace period; proxies last, so that streams in flight can end."""
         try:
+            await self._controllers.stop()
             await asyncio.gather(self._local.stop(0.0 if self._hurried else None), self._stop_operator())
         finally:
             for proxy in self._proxies:

@@ -15,6 +15,7 @@ from paceline_cli.commands.up.view import ObjectRow, PodRow, Trouble, View, age_
 HEARTBEAT_S = 10.0
 """A line-by-line screen says at least this often what it waits for."""
 _TROUBLES_SHOWN = 3
+_TROUBLE = "trouble of "
 
 
 class Screen(Protocol):
@@ -31,20 +32,43 @@ class Screen(Protocol):
     def close(self) -> None: ...
 
 
+class _Changes:
+    """Remembers what was shown last of each object and pod."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, object] = {}
+
+    def changed(self, key: str, value: object) -> bool:
+        """Whether `value` is not what was shown last."""
+        before = self._shown.get(key)
+        self._shown[key] = value
+        return before != value
+
+    def gone(self, view: View) -> list[str]:
+        """What was shown and is not there any more; it is forgotten."""
+        present = {row.label for row in view.objects} | {f"pod {row.name}" for row in view.pods}
+        keys = [key for key in self._shown if key.removeprefix(_TROUBLE) not in present]
+        for key in keys:
+            del self._shown[key]
+        return [key for key in keys if not key.startswith(_TROUBLE)]
+
+
 class LineScreen:
     """One line for each change; while something is not ready, a line now and then of what is waited for."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._shown: dict[str, object] = {}
+        self._changes = _Changes()
         self._last_s = 0.0
 
     def show(self, view: View, elapsed_s: float) -> None:
-        lines = [_object_line(row) for row in view.objects if self._changed(row.label, (row.ready, row.reason))]
-        lines += [_pod_line(row) for row in view.pods if self._changed(row.name, (row.state, row.restarts))]
+        changed = self._changes.changed
+        lines = [_object_line(row) for row in view.objects if changed(row.label, (row.ready, row.reason))]
+        lines += [_pod_line(row) for row in view.pods if changed(f"pod {row.name}", (row.state, row.restarts))]
         for trouble in view.troubles:
-            if self._changed(f"trouble {trouble.pod}", (trouble.times, trouble.reason)):
+            if changed(f"{_TROUBLE}pod {trouble.pod}", (trouble.times, trouble.reason)):
                 lines += trouble_lines(trouble)
+        lines += [f"{name} is gone" for name in self._changes.gone(view)]
         if not lines and not view.ready and elapsed_s - self._last_s >= HEARTBEAT_S:
             lines = [f"waiting: {text}" for text in waiting_for(view)]
         for line in lines:
@@ -58,12 +82,6 @@ class LineScreen:
     def close(self) -> None:
         """Nothing to undo."""
 
-    def _changed(self, key: str, value: object) -> bool:
-        if self._shown.get(key) == value:
-            return False
-        self._shown[key] = value
-        return True
-
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
@@ -74,7 +92,7 @@ class JsonScreen:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._shown: dict[str, object] = {}
+        self._changes = _Changes()
         self._elapsed_s = 0.0
 
     def show(self, view: View, elapsed_s: float) -> None:
@@ -84,7 +102,9 @@ class JsonScreen:
         for pod in view.pods:
             facts = asdict(pod)
             del facts["age_s"]  # would make every moment a change
-            self._emit_change("pod", pod.name, facts)
+            self._emit_change("pod", f"pod {pod.name}", facts)
+        for name in self._changes.gone(view):
+            self._emit("gone", {"what": name})
 
     def say(self, event: str, text: str, **facts: Any) -> None:
         self._emit(event, {"text": text, **facts})
@@ -93,8 +113,7 @@ class JsonScreen:
         """Nothing to undo."""
 
     def _emit_change(self, event: str, key: str, facts: dict[str, Any]) -> None:
-        if self._shown.get(key) != facts:
-            self._shown[key] = facts
+        if self._changes.changed(key, facts):
             self._emit(event, facts)
 
     def _emit(self, event: str, facts: dict[str, Any]) -> None:
@@ -173,17 +192,29 @@ def _tables(view: View, elapsed_s: float) -> Any:
 
     objects = Table("OBJECT", "READY", "REASON", "MESSAGE", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for row in view.objects:
-        objects.add_row(row.label, Text(row.ready, _colour(row.ready, row.stalled)), row.reason, Text(row.message))
+        objects.add_row(row.label, Text(row.ready, _colour(row.ready, row.stalled)), row.reason, Text(_said(row)))
     pods = Table("POD", "STATE", "RESTARTS", "PORT", "AGE", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for pod in view.pods:
         state = Text(pod.state, "green" if pod.ready else "red" if pod.trouble else "yellow")
         port = str(pod.port or "-")
-        pods.add_row(pod.name, state, str(pod.restarts), port, age_text(pod.age_s), Text(pod.note, overflow="ellipsis"))
+        pods.add_row(
+            pod.name,
+            state,
+            str(pod.restarts),
+            port,
+            age_text(pod.age_s),
+            Text(pod.note, overflow="ellipsis", no_wrap=True),
+        )
     parts: list[Any] = ["", objects, "", pods]
     troubles = view.troubles[:_TROUBLES_SHOWN]
     parts += [Text("\n".join(trouble_lines(trouble)), "red") for trouble in troubles]
     head = "Ctrl-C stops everything" if view.ready else f"starting, {elapsed_s:.0f} s"
     return Group(*parts, "", Text(head, "dim"))
+
+
+def _said(row: ObjectRow) -> str:
+    """A gateway that serves is known by its URL."""
+    return row.url if row.kind == "Router" and row.ready == "True" and row.url else row.message
 
 
 def _colour(ready: str, stalled: bool) -> str:

@@ -31,6 +31,7 @@ class ObjectRow:
     message: str
     settled: bool = True
     stalled: bool = False
+    url: str = ""
 
     @property
     def label(self) -> str:
@@ -114,6 +115,7 @@ def object_row(manifest: Manifest) -> ObjectRow:
         message=str(ready.get("message", "")),
         settled=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
         stalled=(conditions.get("Stalled") or {}).get("status") == "True",
+        url=str(status.get("url") or ""),
     )
 
 
