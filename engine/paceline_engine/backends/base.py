@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from paceline_engine.backends.threads import prepare_environment
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.outputs import SampledToken, StepPlan
 from paceline_engine.models.config import ModelConfig
@@ -57,6 +58,7 @@ def create_backend(
             alpha_ms=config.simulated_alpha_ms,
             beta_ms=config.simulated_beta_ms,
         )
+    prepare_environment()
     from paceline_engine.backends.cpu import CpuBackend
 
     return CpuBackend(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline_engine.backends.cpu_attention import PagedKV
+from paceline_engine.backends.threads import num_threads
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import SampledToken, ScheduledRequest, StepPlan
@@ -21,20 +21,6 @@ from paceline_engine.runner import ModelRunner
 from paceline_kvstore.tiers.memory import MemoryTier
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-
-
-def num_threads(cpu_max: Path = CGROUP_CPU_MAX) -> int:
-    """Threads worth starting: the CPUs this process may run on, less if its cgroup's quota is smaller.
-
-    More threads than quota would be throttled in the middle of a step, with the others waiting.
-    """
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = cpu_max.read_text().split()
-        return max(1, min(available, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # No cgroup v2 here, or no quota ("max").
-        return available
 
 
 class CpuBackend:

