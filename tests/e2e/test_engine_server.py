@@ -74,10 +74,12 @@ class EngineProcess:
     def load(self) -> dict[str, Any]:
         return httpx.get(f"{self.admin}/v1/load").json()
 
-    def wait_idle(self) -> None:
+    def wait_idle(self, deadline: float = DEADLINE) -> None:
         """Nothing runs and every block is free."""
-        wait_for("idle", lambda: (load := self.load())["in_flight"] == load["running"] == load["waiting"] == 0)
-        wait_for("blocks free", lambda: (load := self.load())["free_blocks"] == load["num_blocks"])
+        wait_for(
+            "idle", lambda: (load := self.load())["in_flight"] == load["running"] == load["waiting"] == 0, deadline
+        )
+        wait_for("blocks free", lambda: (load := self.load())["free_blocks"] == load["num_blocks"], deadline)
 
     def wait_exit(self, deadline: float = DEADLINE) -> int:
         return self.popen.wait(deadline)
@@ -289,13 +291,14 @@ def test_the_internal_token_guards_all_but_health_and_metrics(tmp_path: Path) ->
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks(slow: EngineProcess, stream: bool) -> None:
-    body = json.dumps(LONG | {"stream": stream, "prompt": [504] * 600}).encode()
+    # Left alone it would run for more than a minute.
+    body = json.dumps(LONG | {"stream": stream, "prompt": [504] * 600, "max_tokens": 4000}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     slow.wait_idle()
     with socket.create_connection(("127.0.0.1", int(slow.http.rsplit(":", 1)[1])), timeout=DEADLINE) as client:
         client.sendall(request + body)
         wait_for("blocks held", lambda: (load := slow.load())["free_blocks"] < load["num_blocks"] - 30)
-    slow.wait_idle()
+    slow.wait_idle(20)
     scrape = httpx.get(f"{slow.metrics}/metrics").text
     assert 'paceline_engine_requests_total{finish_reason="abort",model_name="m"} 1.0' in scrape
 
