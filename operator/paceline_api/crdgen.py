@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from paceline_api import GROUP, VERSION
 from paceline_api.v1alpha1 import RESOURCES, Resource
-from paceline_api.v1alpha1.base import BUILT_KEY, INT_OR_STRING_KEY, UNBUILT_KEY, Cel, Column
+from paceline_api.v1alpha1.base import BUILT_KEY, INT_OR_STRING_KEY, RULES_KEY, UNBUILT_KEY, Cel, Column
 
 Schema = dict[str, Any]
 
@@ -121,7 +121,7 @@ def _models_by_name(resource: type[Resource]) -> dict[str, type[BaseModel]]:
 
 def _structural(node: Schema, definitions: dict[str, Schema], models: dict[str, type[BaseModel]]) -> Schema:
     merged = _inlined(node, definitions)
-    rules: list[Schema] = []
+    rules: list[Schema] = list(merged.get(RULES_KEY, []))
     name = merged.pop("x-model", None)
     result: Schema = {key: value for key, value in merged.items() if key in _KEPT}
     if "description" in result:
@@ -141,7 +141,7 @@ def _structural(node: Schema, definitions: dict[str, Schema], models: dict[str, 
     if isinstance(name, str) and name in models:
         rules += [_rule(cel) for cel in getattr(models[name], "cel", ())]
     if rules:
-        result["x-kubernetes-validations"] = rules
+        result[RULES_KEY] = rules
     if INT_OR_STRING_KEY in result:
         result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
         result.pop("type", None)

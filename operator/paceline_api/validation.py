@@ -5,6 +5,7 @@ The same models stand behind the CRDs, so what this accepts the API server accep
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, cast
@@ -62,7 +63,8 @@ def parse(manifest: Manifest) -> Resource:
     if model is None:
         raise InvalidObject([Problem(("kind",), f"is {kind!r}; known kinds are {', '.join(sorted(_BY_KIND))}")])
     try:
-        return model.model_validate(manifest)
+        # As the API server reads it: JSON types, not coerced, and only the names of the schema.
+        return model.model_validate_json(json.dumps(manifest, default=str), strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
         raise InvalidObject([_problem(model, item) for item in error.errors(include_url=False)]) from None
 

@@ -29,6 +29,7 @@ from paceline_api.quantity import DURATION_PATTERN, QUANTITY_PATTERN, parse_dura
 UNBUILT_KEY = "x-paceline-unbuilt"
 BUILT_KEY = "x-paceline-built"
 INT_OR_STRING_KEY = "x-kubernetes-int-or-string"
+RULES_KEY = "x-kubernetes-validations"
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
 
@@ -117,7 +118,10 @@ Quantity = Annotated[
 """A Kubernetes quantity, such as 512Mi. Bytes where it sizes memory."""
 
 Duration = Annotated[
-    str, StringConstraints(pattern=DURATION_PATTERN, max_length=32), AfterValidator(_positive_duration)
+    str,
+    StringConstraints(pattern=DURATION_PATTERN, max_length=32),
+    AfterValidator(_positive_duration),
+    Field(json_schema_extra={RULES_KEY: [{"rule": "self.matches('[1-9]')", "message": "must be longer than zero"}]}),
 ]
 """A Go-style duration, such as 800ms or 2m."""
 
