@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import uuid
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -116,7 +117,6 @@ class _Process:
         self._settings = settings
         self._registry = CollectorRegistry()
         self._stop = threading.Event()
-        self._failed: str | None = None
         self._started = False
 
         def kopf_informer(sink: Sink) -> Informer:
@@ -126,7 +126,8 @@ class _Process:
 
         factory = kopf_informer if informer == "kopf" else None
         self._operator = Operator(client, settings, informer=factory, registry=self._registry)
-        identity = f"{socket.gethostname()}_{os.getpid()}"
+        # Unique even where two processes share a host name: an identity held twice would mean two leaders.
+        identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}_{uuid.uuid4()}"
         self._leader = Leader(
             client,
             settings.lease_namespace,
@@ -158,12 +159,11 @@ class _Process:
         else:
             self._begin()
             self._stop.wait()
-        if self._failed is not None:
-            log.error("Stopping: %s", self._failed)
-            # A process that lost the lease must not write again, whatever its threads are doing.
-            os._exit(1)
         if self._started:
             self._operator.stop()
+        if leader_elect:
+            # Only now may the next one start.
+            self._leader.release()
         return 0
 
     def _begin(self) -> None:
@@ -175,18 +175,17 @@ class _Process:
         except KubeError as error:
             self._fail(str(error))
 
-    def _fail(self, reason: str) -> None:
-        self._failed = reason
-        self._stop.set()
+    def _fail(self, reason: str) -> NoReturn:
+        # Others may lead by now, and a thread may hang in a request: nothing is asked to finish, nothing more is written.
+        log.error("Stopping: %s", reason)
+        os._exit(1)
 
     def _watch_operator(self) -> None:
         while not self._stop.wait(_WATCHDOG_S):
             if not self._started:
                 continue
             if self._elects and not self._leader.leading:
-                # The renewing thread may hang in a request: others may lead by now, so nothing is asked to finish.
-                log.error("Stopping: lost the lease")
-                os._exit(1)
+                self._fail("lost the lease")
             if problem := self._operator.problem:
                 self._fail(problem)
 
@@ -197,7 +196,7 @@ class _Process:
 
     def _ready(self) -> str | None:
         # A standby is ready too: it is a healthy replica that waits for the lease.
-        return self._failed
+        return self._operator.problem if self._started else None
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kopf
 from kubernetes import client as official
@@ -131,6 +131,8 @@ class KopfInformer:
             clusterwide=self._namespace is None,
             namespaces=() if self._namespace is None else [self._namespace],
             stop_flag=self._stop,
+            # kopf's own default asks for the user's name, which a container's numeric user does not have.
+            identity=cast(Any, PRIVATE_PREFIX),
         )
         # aiohttp closes TLS connections in later turns of the loop.
         await asyncio.sleep(_TLS_CLOSE_S)

@@ -62,7 +62,10 @@ class Leader:
         return self.leading
 
     def run(self, stop: threading.Event, gained: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Blocks until `stop`. Calls `gained` once, and `lost` once if leadership then ends before `stop`."""
+        """Blocks until `stop`. Calls `gained` once, and `lost` once if leadership then ends before `stop`.
+
+        The lease is kept: `release` it when the last write is done.
+        """
         led = False
         while not stop.is_set():
             leading = self.step()
@@ -74,8 +77,6 @@ class Leader:
                 lost()
                 return
             stop.wait(self.retry_s)
-        if led:
-            self.release()
 
     def release(self) -> None:
         """Lets the next candidate start at once. Best effort."""

@@ -9,7 +9,7 @@ import kopf
 import pytest
 
 from paceline_operator.feed import CHILD_KINDS, OWN_KINDS, WATCHED_KINDS, label_selector
-from paceline_operator.handlers import kopf_settings, registry_for
+from paceline_operator.handlers import KopfInformer, kopf_settings, registry_for
 from paceline_operator.probes import HealthServer
 
 
@@ -89,6 +89,28 @@ def test_only_what_paceline_manages_is_watched_except_for_the_users_own_kinds():
     assert {label_selector(kind) for kind in OWN_KINDS} == {""}
     assert {label_selector(kind) for kind in CHILD_KINDS} == {"app.kubernetes.io/managed-by=paceline"}
     assert "secrets" not in {kind.plural for kind in WATCHED_KINDS}
+
+
+def test_the_informer_runs_for_a_user_without_a_name(monkeypatch):
+    """In an image the user is a number only; kopf must not look it up."""
+    import getpass
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 65532")
+
+    asked: dict[str, object] = {}
+
+    async def operator(**options: object) -> None:
+        asked.update(options)
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    monkeypatch.setattr(kopf, "operator", operator)
+    informer = KopfInformer("models", lambda *_: None)
+    informer.start()
+    informer.stop(5.0)
+    assert asked["identity"] == "paceline.dev"
+    assert asked["namespaces"] == ["models"]
+    assert not informer.alive
 
 
 def test_probes_answer_with_the_reason():
