@@ -8,14 +8,18 @@ benchmark's goodput are the same number. Definitions (times in seconds, from the
     E2E  = t_last - t_accept
     good = finished, correct where a check exists, and every stated limit met
 
-An undefined TPOT meets its limit. Quota refusals, client errors and cancels before the TTFT limit are excluded: a
-tenant over its quota neither burns its budget nor scales the fleet.
+An undefined TPOT meets its limit. An answer that is sent whole has no first token that its client could see; it is
+good if it arrived by the time a stream that met both limits would have ended, E2E <= TTFT limit + (output_tokens - 1)
+* TPOT limit, and within the E2E limit if there is one. Quota refusals, client errors and cancels before the TTFT
+limit are excluded: a tenant over its quota neither burns its budget nor scales the fleet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+DEFAULT_SHARE = 0.99
 
 
 class End(StrEnum):
@@ -51,18 +55,20 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Latency limits in seconds; None is no limit."""
+    """Latency limits in seconds, None for no limit, and the share of valid requests that must be good."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+    share: float = DEFAULT_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """What was measured of one request. Times in seconds on one monotonic clock; None if it never happened.
 
-    `end_s` is when the request ended in any way. `correct` is None where no correctness check exists.
+    `end_s` is when the request ended in any way. `correct` is None where no correctness check exists. `streamed` says
+    whether the client saw tokens as they came.
     """
 
     accept_s: float
@@ -71,6 +77,7 @@ class RequestRecord:
     output_tokens: int
     end: End
     correct: bool | None = None
+    streamed: bool = True
 
     @property
     def ttft_s(self) -> float | None:
@@ -89,6 +96,8 @@ class RequestRecord:
 
 def judge(request: RequestRecord, targets: Targets) -> Verdict:
     """The verdict on one request. The first limit missed, in the order TTFT, TPOT, E2E, names it."""
+    if not request.streamed:
+        targets = _whole_answer(targets, request)
     match request.end:
         case End.REJECTED_QUOTA | End.CLIENT_ERROR:
             return Verdict.EXCLUDED
@@ -102,6 +111,16 @@ def judge(request: RequestRecord, targets: Targets) -> Verdict:
             return _judge_cancelled(request, targets)
         case End.FINISHED:
             return _judge_finished(request, targets)
+
+
+def _whole_answer(targets: Targets, request: RequestRecord) -> Targets:
+    """One limit on the end, see the module docstring. A client that leaves waited too long after the E2E limit."""
+    if request.end is End.CANCELLED:
+        return Targets(ttft_s=targets.e2e_s)
+    limits = [] if targets.e2e_s is None else [targets.e2e_s]
+    if targets.ttft_s is not None and (targets.tpot_s is not None or request.output_tokens < 2):
+        limits.append(targets.ttft_s + max(0, request.output_tokens - 1) * (targets.tpot_s or 0.0))
+    return Targets(e2e_s=min(limits, default=None))
 
 
 def _over(value: float | None, limit: float | None) -> bool:

@@ -1,10 +1,4 @@
-"""The ledger: every request is entered once, judged once and counted once.
-
-A streamed answer is judged by the tenant's targets as they are. An answer sent whole has no first token a client could
-see; it is good if it arrived by the time a stream that met both limits would have ended:
-
-    E2E <= TTFT limit + (output_tokens - 1) * TPOT limit,    and within the E2E limit if there is one
-"""
+"""The ledger: every request is entered once, judged once and counted once."""
 
 from __future__ import annotations
 
@@ -46,6 +40,7 @@ class Ledger:
         self._tenants = LabelCap(LABEL_VALUES_MAX)
         self._models = LabelCap(LABEL_VALUES_MAX)
         self._verdicts: dict[tuple[str, str], Counter[Verdict]] = {}
+        self._shares: dict[tuple[str, str], float] = {}
 
     def close(self, entry: Entry, end: End, code: int, now: float) -> Verdict | None:
         """End a request. None for one that never got as far as a tenant. RuntimeError if it had ended before."""
@@ -57,9 +52,11 @@ class Ledger:
         self.instruments.counter("paceline_router_requests").labels(tenant, model, str(code)).inc()
         if entry.tenant is None:
             return None
-        verdict = _verdict(entry, end, now)
+        targets = entry.tenant.targets_for(entry.service) if entry.service else Targets()
+        verdict = _verdict(entry, targets, end, now)
         self.instruments.counter("paceline_router_slo_requests").labels(tenant, model, verdict.value).inc()
         self._verdicts.setdefault((tenant, model), Counter())[verdict] += 1
+        self._shares[tenant, model] = targets.share
         if end is End.FINISHED and entry.streamed:
             self._observe(entry, tenant, model, now)
         return verdict
@@ -104,15 +101,19 @@ class Ledger:
                     slo.labels(self._tenants.value(tenant.name), label, Verdict.GOOD.value)
 
     def summary(self) -> dict[str, Any]:
-        """Per tenant and model since the start: verdict counts and attainment, null without valid requests."""
+        """Per tenant and model since the start: verdicts, attainment (null without valid requests), promised share."""
         tenants: dict[str, Any] = {}
         for (tenant, model), verdicts in sorted(self._verdicts.items()):
             valid = sum(count for verdict, count in verdicts.items() if verdict.valid)
             models = tenants.setdefault(tenant, {"models": {}})["models"]
+            attainment = verdicts[Verdict.GOOD] / valid if valid else None
+            target = self._shares[tenant, model]
             models[model] = {
                 "valid": valid,
                 "good": verdicts[Verdict.GOOD],
-                "attainment": verdicts[Verdict.GOOD] / valid if valid else None,
+                "attainment": attainment,
+                "target": target,
+                "met": None if attainment is None else attainment >= target,
                 "outcomes": {verdict.value: count for verdict, count in sorted(verdicts.items())},
             }
         for totals in tenants.values():
@@ -122,26 +123,13 @@ class Ledger:
         return {"v": 1, "tenants": tenants}
 
 
-def _verdict(entry: Entry, end: End, now: float) -> Verdict:
-    assert entry.tenant is not None
-    targets = entry.tenant.targets_for(entry.service) if entry.service else Targets()
-    if not entry.streamed:
-        targets = whole_answer_targets(targets, entry.meter.output_tokens, end)
+def _verdict(entry: Entry, targets: Targets, end: End, now: float) -> Verdict:
     record = RequestRecord(
         accept_s=entry.accept_s,
         first_token_s=entry.meter.first_content_s if entry.streamed else None,
         end_s=now,
         output_tokens=entry.meter.output_tokens,
         end=end,
+        streamed=entry.streamed,
     )
     return judge(record, targets)
-
-
-def whole_answer_targets(targets: Targets, output_tokens: int, end: End) -> Targets:
-    """Targets for an answer that is not streamed; see the module docstring. A cancel counts after the E2E limit."""
-    if end is End.CANCELLED:
-        return Targets(ttft_s=targets.e2e_s)
-    limits = [] if targets.e2e_s is None else [targets.e2e_s]
-    if targets.ttft_s is not None and (targets.tpot_s is not None or output_tokens < 2):
-        limits.append(targets.ttft_s + max(0, output_tokens - 1) * (targets.tpot_s or 0.0))
-    return Targets(e2e_s=min(limits, default=None))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 from paceline_api import names, wire
 from paceline_api.kube import Manifest
 from paceline_api.quantity import parse_duration_s
-from paceline_api.slo import Targets
+from paceline_api.slo import DEFAULT_SHARE, Targets
 from paceline_router.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,18 @@ def _targets(owner: str, slo: object) -> Targets | None:
         ttft_s=_duration_s(owner, slo.get("ttft")),
         tpot_s=_duration_s(owner, slo.get("tpot")),
         e2e_s=_duration_s(owner, slo.get("e2e")),
+        share=_share(owner, slo.get("target")),
     )
+
+
+def _share(owner: str, percent: object) -> float:
+    if percent is None:
+        return DEFAULT_SHARE
+    try:
+        return float(str(percent)) / 100
+    except ValueError:
+        log.warning("%s: SLO target %s is not a percentage, using %g", owner, percent, DEFAULT_SHARE * 100)
+        return DEFAULT_SHARE
 
 
 def _duration_s(owner: str, value: object) -> float | None:

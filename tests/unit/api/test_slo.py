@@ -17,9 +17,16 @@ def record(
     tokens: int = 10,
     how: End = End.FINISHED,
     correct: bool | None = None,
+    streamed: bool = True,
 ) -> RequestRecord:
     return RequestRecord(
-        accept_s=accept, first_token_s=first, end_s=end, output_tokens=tokens, end=how, correct=correct
+        accept_s=accept,
+        first_token_s=first,
+        end_s=end,
+        output_tokens=tokens,
+        end=how,
+        correct=correct,
+        streamed=streamed,
     )
 
 
@@ -71,6 +78,27 @@ def test_without_limits_every_finished_request_is_good() -> None:
 def test_tpot_is_undefined_for_one_token() -> None:
     assert record(first=0.1, end=5.0, tokens=1).tpot_s is None
     assert record(first=1.0, end=3.0, tokens=5).tpot_s == 0.5
+
+
+@given(st.integers(0, 50), st.floats(0.1, 2), st.floats(0.01, 1), st.none() | st.floats(0.1, 9))
+def test_a_whole_answer_has_one_limit_and_it_is_the_tightest(
+    tokens: int, ttft: float, tpot: float, e2e: float | None
+) -> None:
+    limit = min(ttft + max(0, tokens - 1) * tpot, e2e or 1e9)
+    targets = Targets(ttft_s=ttft, tpot_s=tpot, e2e_s=e2e)
+    assert judge(record(end=limit * 0.99, tokens=tokens, streamed=False), targets) is Verdict.GOOD
+    assert judge(record(end=limit * 1.01, tokens=tokens, streamed=False), targets) is Verdict.BAD_E2E
+
+
+def test_a_whole_answer_of_unlimited_tpot_has_only_the_e2e_limit() -> None:
+    assert judge(record(end=100.0, tokens=5, streamed=False), Targets(ttft_s=1.0)) is Verdict.GOOD
+    assert judge(record(end=1.1, tokens=1, streamed=False), Targets(ttft_s=1.0)) is Verdict.BAD_E2E
+
+
+def test_leaving_before_a_whole_answer_was_due_is_excluded() -> None:
+    targets = Targets(ttft_s=0.1, e2e_s=2.0)
+    assert judge(record(end=1.9, how=End.CANCELLED, streamed=False), targets) is Verdict.EXCLUDED
+    assert judge(record(end=2.1, how=End.CANCELLED, streamed=False), targets) is Verdict.BAD_TTFT
 
 
 @given(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from paceline_api import metrics
 from paceline_api.slo import End, Targets, Verdict
 from paceline_router.inflight import InFlight
-from paceline_router.ledger import LABEL_VALUES_MAX, Entry, Ledger, whole_answer_targets
+from paceline_router.ledger import LABEL_VALUES_MAX, Entry, Ledger
 from paceline_router.metrics import OVERFLOW, Instruments, LabelCap
 from paceline_router.records import ServiceRecord, TenantRecord
 from paceline_router.snapshot import Model, Snapshot
@@ -48,18 +46,6 @@ def test_an_answer_sent_whole_is_judged_by_when_a_good_stream_would_have_ended()
     assert close(entry(TenantRecord("a"), **whole), now=2.1) is Verdict.BAD_E2E
 
 
-@given(st.integers(0, 50), st.floats(0.1, 2), st.floats(0.01, 1), st.none() | st.floats(0.1, 9))
-def test_whole_answers_have_one_limit_and_it_is_the_tightest(tokens: int, ttft: float, tpot: float, e2e: float | None):
-    limits = whole_answer_targets(Targets(ttft_s=ttft, tpot_s=tpot, e2e_s=e2e), tokens, End.FINISHED)
-    assert (limits.ttft_s, limits.tpot_s) == (None, None)
-    assert limits.e2e_s == min(ttft + max(0, tokens - 1) * tpot, e2e or 1e9)
-
-
-def test_a_whole_answer_of_unlimited_tpot_has_only_the_e2e_limit():
-    assert whole_answer_targets(Targets(ttft_s=1.0), 5, End.FINISHED) == Targets()
-    assert whole_answer_targets(Targets(ttft_s=1.0), 1, End.FINISHED) == Targets(e2e_s=1.0)
-
-
 def test_leaving_before_the_first_token_was_due_is_excluded():
     assert close(entry(TenantRecord("a"), first_s=None), End.CANCELLED, 0.9) is Verdict.EXCLUDED
     assert close(entry(TenantRecord("a"), first_s=None), End.CANCELLED, 1.1) is Verdict.BAD_TTFT
@@ -89,6 +75,16 @@ def test_attainment_is_good_over_valid():
     assert (tenants["a"]["valid"], tenants["a"]["good"], tenants["a"]["attainment"]) == (4, 3, 0.75)
     assert tenants["a"]["models"]["chat"]["outcomes"] == {"error": 1, "excluded": 1, "good": 3}
     assert tenants["b"]["attainment"] is None
+
+
+def test_the_summary_says_whether_the_promised_share_was_met():
+    ledger = Ledger(CollectorRegistry())
+    for name, share in (("modest", 0.5), ("strict", 0.9)):
+        for end in (End.FINISHED, End.FINISHED, End.FINISHED, End.FAILED):
+            ledger.close(entry(TenantRecord(name, targets=Targets(share=share))), end, 200, 1.0)
+    tenants = ledger.summary()["tenants"]
+    met = {name: tenants[name]["models"]["chat"]["met"] for name in tenants}
+    assert met == {"modest": True, "strict": False}
 
 
 def test_histograms_hold_streams_that_finished():
