@@ -72,6 +72,10 @@ class CoreProcess:
         if self.popen.poll() is None:
             self.popen.kill()
             self.popen.wait()
+        self.forget_paths()
+
+    def forget_paths(self) -> None:
+        """Remove the sockets' paths. Connected sockets don't need them, and nothing is left if we are killed later."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -211,6 +215,8 @@ class CoreClient:
                 case StepOutputs():
                     self._dispatch(message)
                 case CoreReady():
+                    # The core connects its inbox before the socket this came through: both are connected.
+                    self._process.forget_paths()
                     if not self.ready.done():
                         self.ready.set_result(message)
                 case CoreFailed():

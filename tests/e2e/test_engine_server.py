@@ -406,11 +406,14 @@ def test_the_drain_command_waits_for_what_runs(slow: EngineProcess) -> None:
     assert httpx.get(f"{slow.http}/health/ready").json()["state"] == "draining"
 
 
-def test_kill_9_of_the_api_process_leaves_no_core(slow: EngineProcess) -> None:
+def test_kill_9_of_the_api_process_leaves_no_core_and_no_files(slow: EngineProcess) -> None:
     core = slow.core
+    sockets = [Path(word.removeprefix("ipc://")) for word in core.cmdline() if word.startswith("ipc://")]
     slow.popen.kill()
     slow.popen.wait()
     wait_for("the core is gone", lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, 10)
+    assert len(sockets) == 2
+    assert not any(path.parent.exists() for path in sockets)
 
 
 def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
