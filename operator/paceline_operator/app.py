@@ -147,9 +147,11 @@ class Operator:
             self.metrics.reconciled(key.kind, result, self._clock.monotonic() - began)
 
     def _resync_forever(self) -> None:
-        # Spread over +-20 %, so that the operators of many namespaces do not list at the same time.
-        while not self._stopping.wait(self._settings.resync_s * (0.8 + 0.4 * self._randomness())):
+        wait_s = min(self._settings.first_resync_s, self._settings.resync_s)
+        while not self._stopping.wait(wait_s):
             try:
                 self.resync()
             except KubeError as error:
                 log.warning("Resync failed, the next one will tell: %s", error)
+            # Spread over +-20 %, so that the operators of many namespaces do not list at the same time.
+            wait_s = self._settings.resync_s * (0.8 + 0.4 * self._randomness())

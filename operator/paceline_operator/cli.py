@@ -176,7 +176,7 @@ class _Process:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> NoReturn:
-        # Others may lead by now, and a thread may hang in a request: nothing is asked to finish, nothing more is written.
+        # Others may lead by now, and a thread may hang in a request: nothing is asked to finish.
         log.error("Stopping: %s", reason)
         os._exit(1)
 

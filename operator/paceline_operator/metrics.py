@@ -32,7 +32,7 @@ class OperatorMetrics:
         self._ghosts = counter("paceline_operator_ghosts")
 
     def reconciled(self, kind: str, result: str, seconds: float) -> None:
-        """`result` is one of ok, error, gone."""
+        """`result` is ok or error."""
         self._reconciles.labels(kind, result).inc()
         self._seconds.labels(kind).observe(seconds)
 

@@ -69,7 +69,7 @@ class Observer:
             manifest = self._cache.get(TENANT, key.namespace, key.name)
             return None if manifest is None else self._tenant(key, manifest)
         manifest = self._cache.get(KV_STORE, key.namespace, key.name)
-        return None if manifest is None else self._store(key, manifest)
+        return None if manifest is None else StoreObserved(manifest=manifest)
 
     def _service(self, key: Key, manifest: Manifest) -> ServiceObserved:
         label = label_value(key.name)
@@ -113,11 +113,6 @@ class Observer:
             keys[name] = None if secret is None else frozenset(item for item, value in data.items() if value)
         services = {str(item["metadata"]["name"]) for item in self._cache.list(INFERENCE_SERVICE, key.namespace)}
         return TenantObserved(manifest=manifest, secret_keys=keys, services=frozenset(services))
-
-    def _store(self, key: Key, manifest: Manifest) -> StoreObserved:
-        services = self._cache.list(INFERENCE_SERVICE, key.namespace)
-        users = tuple(str(item["metadata"]["name"]) for item in services if store_of(item) == key.name)
-        return StoreObserved(manifest=manifest, users=users)
 
     def _children(self, namespace: str, label: str, value: str) -> tuple[Manifest, ...]:
         return tuple(item for kind in CHILD_KINDS for item in self._cache.labelled(kind, namespace, label, value))

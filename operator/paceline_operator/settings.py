@@ -24,6 +24,8 @@ class Settings:
     plan: PlanSettings = field(default_factory=PlanSettings)
     workers: int = 2
     resync_s: float = 300.0
+    # Soon after the start: what was deleted between the first lists and the start of the watches is reported by none.
+    first_resync_s: float = 10.0
     status_interval_s: float = 30.0
     keys_max: int = 100_000
     stop_timeout_s: float = 10.0

@@ -136,7 +136,7 @@ class InProcess:
 
     def __init__(self, kubeconfig: Path, namespace: str) -> None:
         self.registry = CollectorRegistry()
-        settings = Settings(namespace=namespace, status_interval_s=0.0, resync_s=3600.0)
+        settings = Settings(namespace=namespace, status_interval_s=0.0, resync_s=3600.0, first_resync_s=3600.0)
         self.operator = Operator(
             OfficialKubeClient.connect(kubeconfig),
             settings,

@@ -100,10 +100,9 @@ class TenantObserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreObserved:
-    """A KVStore and the names of the services that refer to it."""
+    """A KVStore."""
 
     manifest: Manifest
-    users: tuple[str, ...] = ()
 
 
 Observed = ServiceObserved | FleetObserved | TenantObserved | StoreObserved

@@ -34,7 +34,7 @@ from paceline_operator.feed import WATCHED_KINDS
 from paceline_operator.settings import Settings
 
 FLEET = "paceline-default-router"
-FAST = Settings(resync_s=3600, status_interval_s=0.0)
+FAST = Settings(resync_s=3600, first_resync_s=3600, status_interval_s=0.0)
 
 
 @pytest.fixture
@@ -328,6 +328,26 @@ def test_a_child_deleted_during_a_watch_gap_comes_back_with_the_resync_and_is_co
     assert registry.get_sample_value("paceline_operator_ghosts_total", {"kind": "ConfigMap"}) == 1
 
 
+def test_what_vanished_between_the_first_lists_and_the_watches_is_found_soon(cluster, start):
+    first = start()
+    cluster.put(service())
+    settle(cluster, first)
+    first.stop()
+
+    class Gap(Deaf):
+        """Deletes a child as soon as the first list of its kind was answered; the watch starts after it."""
+
+        def list(self, kind, namespace, **options):
+            listed = self._store.list(kind, namespace, **options)
+            if kind == SERVICE and not self.gap.is_set():
+                self.gap.set()
+                self._store.delete(SERVICE, NAMESPACE, "chat-engine")
+            return listed
+
+    start(Gap(cluster.store), settings=Settings(resync_s=3600, first_resync_s=0.2))
+    wait_until("the child is back", lambda: "chat-engine" in cluster.names(SERVICE))
+
+
 def test_deletions_while_the_operator_was_down_converge(cluster, start):
     first = start()
     cluster.put(service())
@@ -366,7 +386,7 @@ def test_the_token_survives_a_race_of_two_creators(cluster, start):
 
 
 def test_figures_alone_wait_for_the_status_interval_and_conditions_do_not(cluster, start):
-    operator = start(settings=Settings(resync_s=3600, status_interval_s=3600))
+    operator = start(settings=Settings(resync_s=3600, first_resync_s=3600, status_interval_s=3600))
     cluster.put(router(replicas=2))
     become_ready_router(cluster)
     settle(cluster, operator)
