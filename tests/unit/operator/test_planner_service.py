@@ -329,6 +329,16 @@ def test_not_ready_while_replicas_of_the_old_template_serve():
     assert condition(rolling, "EnginesAvailable")["status"] == "True"
 
 
+def test_not_ready_while_the_ready_replicas_are_those_of_the_old_template():
+    state = settled()
+    old = []
+    for child in state.children:
+        if child["kind"] == "Deployment":
+            child = {**child, "status": {**child["status"], "updatedReplicas": 0}}
+        old.append(child)
+    assert reasons(plan(replace(state, children=tuple(old)), NOW, SETTINGS)) == ("False", "RollingOut")
+
+
 def test_not_ready_without_a_router():
     state = replace(settled(), router=RouterFact(False, "http://router/v1"))
     assert reasons(plan(state, NOW, SETTINGS)) == ("False", "RouterNotReady")
