@@ -266,6 +266,43 @@ def test_the_last_running_request_is_preempted_and_comes_back_first():
     assert reasons == dict.fromkeys("abcd", "length")
 
 
+def test_a_preempted_request_goes_before_those_that_never_ran():
+    scheduler = make(num_blocks=8, seqs=2)
+    victim = run_until_preemption(scheduler, ["a", "b", "c"]).released[0]
+    assert victim == "b"
+    admitted: list[str] = []
+    while scheduler.has_work:
+        admitted += [item.request_id for item in step(scheduler)[0].scheduled if item.fresh_row]
+    assert admitted[:2] == ["b", "c"]
+
+
+def test_a_prefill_under_way_keeps_the_blocks_it_will_need():
+    """Else the second prompt would take them in between and be thrown out again."""
+    scheduler = make(num_blocks=10, chunk=4)
+    add(scheduler, "a", 32, max_tokens=2)
+    add(scheduler, "b", 16, max_tokens=2)
+    assert finish_all(scheduler) == {"a": "length", "b": "length"}
+    assert scheduler.num_preemptions == 0
+
+
+def test_prompts_admitted_in_one_step_are_counted_together():
+    scheduler = make(num_blocks=10, chunk=4)
+    add(scheduler, "a", 24, max_tokens=2)
+    add(scheduler, "b", 24, max_tokens=2)
+    assert set(shares(step(scheduler)[0])) == {"a"}
+    assert finish_all(scheduler) == {"a": "length", "b": "length"}
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_newcomer_leaves_room_for_the_next_block_of_those_who_run():
+    scheduler = make(num_blocks=10)
+    add(scheduler, "a", 21, max_tokens=8)
+    step(scheduler)
+    add(scheduler, "b", 16, max_tokens=8)
+    assert finish_all(scheduler) == {"a": "length", "b": "length"}
+    assert scheduler.num_preemptions == 0
+
+
 def test_without_a_store_preempted_tokens_are_recomputed():
     scheduler = make(num_blocks=8, seqs=2)
     victim = run_until_preemption(scheduler, ["a", "b"]).released[0]
