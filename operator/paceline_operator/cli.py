@@ -79,6 +79,8 @@ def run(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # kopf logs every object it sees; our own log says what was done.
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    # That it takes no signals is meant: this process does.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     if informer not in ("kopf", "watch"):
         _bad(f"--informer {informer!r} is not known: use kopf or watch")
     if kubeconfig is not None and not kubeconfig.is_file():

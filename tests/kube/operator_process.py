@@ -47,7 +47,8 @@ MANAGED = "app.kubernetes.io/managed-by=paceline"
 CHILD_KINDS = (
     DEPLOYMENT, SERVICE, SERVICE_ACCOUNT, CONFIG_MAP, ROLE, ROLE_BINDING, POD_DISRUPTION_BUDGET, SECRET,
 )  # fmt: skip
-WAIT_S = 30.0
+# The garbage collector learns of a new CRD within 30 s; nothing else takes nearly as long.
+WAIT_S = 60.0
 Kubectl = Callable[..., str]
 _installed: set[str] = set()
 
