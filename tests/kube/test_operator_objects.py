@@ -1,6 +1,7 @@
 """The operator on the real API server: what it makes of the users' objects, and what it leaves alone.
 
-No node runs here: Deployments, garbage collection and field ownership are the cluster's own, Pods stay pending.
+Nodes of other tests are cordoned here: Deployments, garbage collection and field ownership are the cluster's own, Pods
+stay pending.
 """
 
 from __future__ import annotations
@@ -31,6 +32,16 @@ from paceline_kube import OfficialKubeClient
 
 pytestmark = pytest.mark.kube
 NewProcess = Callable[..., Process]
+
+
+@pytest.fixture(autouse=True)
+def no_node_takes_pods(kubectl: Callable[..., str]) -> Iterator[None]:
+    nodes = kubectl("get", "nodes", "-o", "name").split()
+    for node in nodes:
+        kubectl("cordon", node)
+    yield
+    for node in nodes:
+        kubectl("uncordon", node)
 
 
 @pytest.fixture

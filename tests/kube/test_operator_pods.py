@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from control_plane import ControlPlane, wait_until
 from operator_process import (
+    OPERATOR_USER,
     ROOT,
     WAIT_S,
     Cluster,
@@ -72,6 +74,22 @@ def address(cluster: Cluster, name: str) -> str:
     return ""
 
 
+def operators_ready(cluster: Cluster) -> bool:
+    found = cluster.client.get(DEPLOYMENT, "paceline-system", "paceline-operator")
+    return found is not None and found.get("status", {}).get("readyReplicas") == found["spec"]["replicas"]
+
+
+def settle(plane: ControlPlane, namespace: str) -> None:
+    """Until nothing was written in the namespace for 3 s."""
+    mark, counts = plane.audit.mark(), []
+
+    def quiet() -> bool:
+        counts.append(len(plane.audit.writes(mark, namespace)))
+        return len(counts) > 10 and counts[-10] == counts[-1]
+
+    wait_until("nothing is written any more", quiet, timeout=WAIT_S, interval=0.3)
+
+
 def chat(where: str, key: str | None) -> tuple[int, dict[str, Any]]:
     body = {
         "model": "smollm2",
@@ -91,12 +109,18 @@ def chat(where: str, key: str | None) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-def test_the_base_and_the_example_answer_a_chat_with_an_api_key(installed: Cluster):
+def test_the_base_and_the_example_answer_a_chat_with_an_api_key(
+    installed: Cluster, control_plane: ControlPlane, record_property: Callable[[str, object], None]
+):
     cluster = installed
+    wait_until("the operators are ready", lambda: operators_ready(cluster), timeout=READY_S)
     cluster.kubectl("create", "secret", "generic", "team-key", f"--from-literal=apiKey={KEY}")
     team = {"apiVersion": "paceline.dev/v1alpha1", "kind": "Tenant", "metadata": {"name": "team"}}
-    cluster.apply(*example(), {**team, "spec": {"apiKeySecretRefs": [{"name": "team-key"}]}})
+    objects = [*example(), {**team, "spec": {"apiKeySecretRefs": [{"name": "team-key"}]}}]
+    started = time.monotonic()
+    cluster.apply(*objects)
     cluster.wait_reason(INFERENCE_SERVICE, "smollm2", "Serving", timeout=READY_S)
+    record_property("apply_to_ready_s", round(time.monotonic() - started, 1))
     status = cluster.get(INFERENCE_SERVICE, "smollm2")["status"]
     assert (status["replicas"], status["readyReplicas"]) == (1, 1)
     assert condition(cluster.get(TENANT, "team"))["status"] == "True"
@@ -107,6 +131,13 @@ def test_the_base_and_the_example_answer_a_chat_with_an_api_key(installed: Clust
     code, answer = chat(where, KEY)
     assert code == 200
     assert "Paris" in answer["choices"][0]["message"]["content"]
+    settle(control_plane, cluster.namespace)
+    mark = control_plane.audit.mark()
+    cluster.apply(*objects)
+    assert chat(where, KEY)[0] == 200
+    settle(control_plane, cluster.namespace)
+    own = [write for write in control_plane.audit.writes(mark, cluster.namespace) if write.user == OPERATOR_USER]
+    assert [str(write) for write in own] == [], "a settled namespace was written to"
     lease = cluster.client.get(LEASE, "paceline-system", "paceline-operator")
     assert lease["spec"]["holderIdentity"].startswith("paceline-operator-")
     pods = cluster.client.list(POD, "paceline-system", label_selector="paceline.dev/component=operator").items
