@@ -254,7 +254,7 @@ def test_scale_reaches_the_engines_and_the_second_replica_a_disruption_budget(op
     assert selector == "paceline.dev/inference-service=chat,paceline.dev/role=engine"
     cluster.kubectl("scale", "pisvc/chat", "--replicas=2")
     cluster.wait_children("PodDisruptionBudget/chat-engine")
-    assert cluster.get(DEPLOYMENT, "chat-engine")["spec"]["replicas"] == 2
+    wait_until("it scales", lambda: cluster.get(DEPLOYMENT, "chat-engine")["spec"]["replicas"] == 2, timeout=WAIT_S)
     cluster.kubectl("scale", "pisvc/chat", "--replicas=1")
     wait_until("the budget is gone", lambda: "PodDisruptionBudget" not in str(cluster.children()), timeout=WAIT_S)
 

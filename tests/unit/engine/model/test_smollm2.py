@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -44,32 +45,41 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory, make_checkpoint: Callable):
-    """Converted once; the reference reads the same converted weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Ours, converted once, beside what transformers itself makes of the same GGUF file in float32."""
+    from transformers import AutoModelForCausalLM
 
-    loaded = load_model_dir(prepare_model(resolve(SOURCE), tmp_path_factory.mktemp("cache")))
-    config = loaded.config
-    hf_config = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tie_word_embeddings,
-        dtype=torch.float32,
+    source = resolve(SOURCE)
+    loaded = load_model_dir(prepare_model(source, tmp_path_factory.mktemp("cache")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = AutoModelForCausalLM.from_pretrained(
+            str(source.path.parent), gguf_file=source.path.name, dtype=torch.float32
+        ).eval()
+    return make_checkpoint(loaded.config, loaded.files, reference), Tokenizer.from_file(str(loaded.tokenizer_file))
+
+
+def test_converted_weights_equal_what_transformers_dequantises_bit_for_bit(smollm2):
+    checkpoint = smollm2[0]
+    ours = {name: tensor for path in checkpoint.files for name, tensor in load_file(path).items()}
+    theirs = checkpoint.reference.state_dict()
+    assert set(theirs) - set(ours) <= {"lm_head.weight"}
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor.float(), theirs[name])] == []
+
+
+def test_the_config_is_what_transformers_reads_from_the_file(smollm2):
+    ours, theirs = smollm2[0].config, smollm2[0].reference.config
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps, rel=1e-6)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size, ours.num_layers) == (
+        theirs.vocab_size,
+        theirs.hidden_size,
+        theirs.intermediate_size,
+        theirs.num_hidden_layers,
     )
-    reference = LlamaForCausalLM(hf_config).eval()
-    weights = {name: tensor for path in loaded.files for name, tensor in load_file(path).items()}
-    missing, unexpected = reference.load_state_dict(weights, strict=False)
-    assert unexpected == []
-    assert missing == ["lm_head.weight"]
-    reference.tie_weights()
-    return make_checkpoint(config, loaded.files, reference), Tokenizer.from_file(str(loaded.tokenizer_file))
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert theirs.eos_token_id in ours.eos_token_ids
 
 
 @pytest.fixture(scope="module")
