@@ -16,8 +16,11 @@ from paceline_engine.server.errors import invalid
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 64
+# The core reads integers of 64 bits: whatever is larger is refused here, by name.
 INT64 = 2**63
 
+Count = Annotated[int, Field(ge=1, lt=INT64)]
+TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -52,13 +55,13 @@ class GenerationRequest(_Strict):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Count | None = None
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, lt=INT64)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOPS)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOPS)
     ignore_eos: bool = False
     user: str | None = None
 
@@ -70,10 +73,10 @@ class GenerationRequest(_Strict):
 
 class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Count | None = None
 
 
-Ids = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(GenerationRequest):

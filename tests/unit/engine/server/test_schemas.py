@@ -79,6 +79,13 @@ def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"seed": 2**63}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"top_k": 10**20}, "top_k"),
+        ({"max_tokens": 10**20}, "max_tokens"),
+        ({"max_completion_tokens": 10**20}, "max_completion_tokens"),
+        ({"stop_token_ids": [10**20]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ["a"] * 17}, "stop"),
@@ -174,7 +181,9 @@ def test_every_form_of_prompt(prompt: Any, prompts: list[Any]) -> None:
     assert completion(prompt=prompt).prompts == prompts
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], [["a"]], {"a": 1}, 5, ["x"] * 65, [True]])
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [1, "a"], [["a"]], {"a": 1}, 5, ["x"] * 65, [True], [10**20], [[1], [10**20]]]
+)
 def test_other_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(ApiError) as refused:
         completion(prompt=prompt)
