@@ -30,7 +30,7 @@ from paceline_router.settings import ATTEMPTS_MAX, MODELS_NAMED_MAX, WHOLE_ANSWE
 from paceline_router.snapshot import Model, Snapshot
 from paceline_router.sse import WholeLines, error_event, usage_tokens, without_usage_event
 from paceline_router.token_file import TokenFile
-from paceline_router.upstream import AttemptFailed, attempt, read_whole
+from paceline_router.upstream import AttemptFailed, Upstreams, attempt, read_whole
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Proxy:
         self,
         *,
         snapshot: Callable[[], Snapshot],
-        session: aiohttp.ClientSession,
+        upstreams: Upstreams,
         authenticator: Authenticator,
         ledger: Ledger,
         limits: Limits,
@@ -58,7 +58,7 @@ class Proxy:
     ) -> None:
         self.in_flight = InFlight()
         self._snapshot = snapshot
-        self._session = session
+        self._upstreams = upstreams
         self._authenticator = authenticator
         self._ledger = ledger
         self._limits = limits
@@ -158,7 +158,7 @@ class Proxy:
             endpoint = self._pick(question.model, tried)
             try:
                 with self.in_flight.track(endpoint.id):
-                    async with attempt(self._session, endpoint, path, headers, body) as response:
+                    async with attempt(self._upstreams, endpoint, path, headers, body) as response:
                         return await self._pass_on(response, answer, entry, question)
             except AttemptFailed as failure:
                 self._ledger.upstream_error(question.model, failure.reason)

@@ -25,7 +25,7 @@ from paceline_router.ledger import Ledger
 from paceline_router.proxy import Proxy
 from paceline_router.settings import Limits
 from paceline_router.token_file import TokenFile
-from paceline_router.upstream import open_session
+from paceline_router.upstream import open_upstreams
 
 log = logging.getLogger(__name__)
 
@@ -136,10 +136,10 @@ class RouterProcess:
 
     async def run(self, listeners: Listeners) -> None:
         """Serve until `stop`, then finish running requests within the drain timeout."""
-        async with open_session(self._config.limits) as session:
+        async with open_upstreams(self._config.limits) as upstreams:
             proxy = self.proxy = Proxy(
                 snapshot=self._snapshot,
-                session=session,
+                upstreams=upstreams,
                 authenticator=Authenticator(self._key_prefix),
                 ledger=self._ledger,
                 limits=self._config.limits,

@@ -98,7 +98,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(_request: Request, error: Exception) -> Response:
-        return error_response(internal(f"unexpected {type(error).__name__}: see the engine's log"))
+        response = error_response(internal(f"unexpected {type(error).__name__}: see the engine's log"))
+        # The server closes the connection after a bug. Said beforehand, no client sends its next request into it.
+        response.headers["connection"] = "close"
+        return response
 
 
 def _health(engine: Engine, problem: str | None) -> Response:
