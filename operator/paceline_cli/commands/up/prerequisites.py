@@ -1,4 +1,4 @@
-"""What must be installed before `paceline up` starts anything. Locates packages, imports none of them."""
+"""What must be there before `paceline up` starts anything. Locates packages; reads models up to their weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline_api.v1alpha1 import InferenceService, Resource
 from paceline_cli.inputs import SourceObject
 
 _EXTRAS = {
-    "engine": ("torch", "msgspec", "zmq", "tokenizers", "safetensors", "fastapi", "uvicorn", "typer"),
+    "engine": ("torch", "msgspec", "zmq", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn", "typer"),
     "router": ("aiohttp", "fastapi", "uvicorn", "kubernetes", "prometheus_client", "typer"),
     "operator": ("kubernetes", "prometheus_client"),
     "cli": ("psutil", "rich"),
@@ -39,14 +39,15 @@ def missing_programs(bin_dir: Path) -> list[str]:
 
 
 def missing_models(typed: Iterable[tuple[SourceObject, Resource]]) -> list[str]:
-    """One line, with the field's place, for each model that is not on this machine."""
+    """One line, with the field's place, for each model that is not on this machine or not whole."""
+    from paceline_engine.models.loader import check_model, default_cache_dir
     from paceline_engine.models.source import ModelError, resolve
 
     lines: list[str] = []
     for item, resource in typed:
         if isinstance(resource, InferenceService):
             try:
-                resolve(resource.spec.model.source)
+                check_model(resolve(resource.spec.model.source), default_cache_dir())
             except ModelError as error:
                 lines.append(str(item.finding(("spec", "model", "source"), str(error))))
     return lines
