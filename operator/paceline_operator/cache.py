@@ -1,8 +1,9 @@
 """Index of trimmed API objects, fed by an informer and corrected by real lists.
 
 Watches can lose a deletion (a re-list brings no event for what is gone), so every resync compares the index with a LIST
-and drops the ghosts. Older versions never replace newer ones, and a deleted uid never comes back: the answer to an
-apply may arrive after the event of the deletion that followed it. Does no I/O.
+and drops the ghosts. Older versions never replace newer ones, nor does what is older than its deletion come back: the
+answer to an apply may arrive after the event of the deletion that followed it. A younger version does: a watch with a
+selector reports an object that loses its label as deleted, although it lives on. Does no I/O.
 """
 
 from __future__ import annotations
@@ -68,15 +69,18 @@ class Cache:
         self._lock = threading.RLock()
         self._objects: dict[Kind, dict[_Name, Manifest]] = defaultdict(dict)
         self._by_label: dict[_Slot, set[str]] = defaultdict(set)
-        self._tombstones: OrderedDict[str, None] = OrderedDict()
+        # uid to the version of the last object reported as gone.
+        self._tombstones: OrderedDict[str, str] = OrderedDict()
 
     def put(self, kind: Kind, manifest: Manifest) -> bool:
-        """Stores an object; False if it is older than what is stored, or of a deleted uid."""
+        """Stores an object; False if it is older than what is stored, or not younger than its deletion."""
         item = trimmed(kind, manifest)
         metadata, name = item["metadata"], place(item)
         with self._lock:
-            if metadata.get("uid") in self._tombstones:
+            gone = self._tombstones.get(metadata.get("uid"))
+            if gone is not None and not _younger(_version(item), gone):
                 return False
+            self._tombstones.pop(metadata.get("uid"), None)
             before = self._objects[kind].get(name)
             if before is not None:
                 if _older(item, before):
@@ -92,7 +96,8 @@ class Cache:
         name, uid = place(manifest), manifest["metadata"].get("uid")
         with self._lock:
             if uid is not None:
-                self._tombstones[uid] = None
+                self._tombstones[uid] = _version(manifest)
+                self._tombstones.move_to_end(uid)
                 if len(self._tombstones) > TOMBSTONES_MAX:
                     self._tombstones.popitem(last=False)
             before = self._objects[kind].get(name)
@@ -176,5 +181,8 @@ def _older(item: Manifest, before: Manifest) -> bool:
     # Versions of one object are comparable as numbers since Kubernetes 1.35 promises it, and always were in etcd.
     if item["metadata"].get("uid") != before["metadata"].get("uid"):
         return False
-    new, old = _version(item), _version(before)
-    return new.isdecimal() and old.isdecimal() and int(new) < int(old)
+    return _younger(_version(before), _version(item))
+
+
+def _younger(version: str, other: str) -> bool:
+    return version.isdecimal() and other.isdecimal() and int(version) > int(other)

@@ -40,6 +40,16 @@ def test_an_answer_that_arrives_after_the_deletion_does_not_bring_the_object_bac
     assert cache.get(DEPLOYMENT, NAMESPACE, "a") is None
 
 
+def test_an_object_that_left_the_selector_comes_back_with_its_next_version():
+    """A watch with a selector reports an object that loses its label as deleted, at the version of that change."""
+    cache = Cache()
+    cache.put(DEPLOYMENT, deployment(version="1"))
+    cache.remove(DEPLOYMENT, deployment(version="3"))
+    assert cache.put(DEPLOYMENT, deployment(version="4"))
+    assert names(cache) == ["a"]
+    assert cache.put(DEPLOYMENT, deployment(version="5"))
+
+
 def test_a_changed_label_moves_the_object_in_the_index():
     cache = Cache()
     cache.put(DEPLOYMENT, deployment(version="1"))

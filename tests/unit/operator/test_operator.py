@@ -29,6 +29,7 @@ from paceline_api.kube import (
     Conflict,
     KubeError,
 )
+from paceline_api.names import MANAGED_BY
 from paceline_operator.app import Operator
 from paceline_operator.feed import WATCHED_KINDS
 from paceline_operator.settings import Settings
@@ -143,6 +144,24 @@ def test_a_hand_edited_and_a_deleted_child_come_back(cluster, start):
     wait_until("the edit is gone", lambda: cluster.get(DEPLOYMENT, "chat-engine")["spec"]["replicas"] == 1)
     cluster.store.delete(SERVICE, NAMESPACE, "chat-engine")
     wait_until("the Service is back", lambda: "chat-engine" in cluster.names(SERVICE))
+
+
+def test_a_child_without_our_label_gets_it_back_and_is_maintained_further(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    bare = cluster.get(DEPLOYMENT, "chat-engine")
+    labels = {key: text for key, text in bare["metadata"]["labels"].items() if key != MANAGED_BY}
+    cluster.store.replace({**bare, "metadata": {**bare["metadata"], "labels": labels}})
+    wait_until("the label is back", lambda: MANAGED_BY in cluster.get(DEPLOYMENT, "chat-engine")["metadata"]["labels"])
+    settle(cluster, operator)
+    writes = cluster.writes()
+    operator.resync()
+    settle(cluster, operator)
+    assert cluster.writes() == writes
+    edited = cluster.get(DEPLOYMENT, "chat-engine")
+    cluster.store.replace({**edited, "spec": {**edited["spec"], "replicas": 5}})
+    wait_until("the edit is gone", lambda: cluster.get(DEPLOYMENT, "chat-engine")["spec"]["replicas"] == 1)
 
 
 def test_deleting_the_service_removes_everything(cluster, start):
