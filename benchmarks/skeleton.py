@@ -106,11 +106,11 @@ class Peer:
     def __init__(self) -> None:
         import torch
         from safetensors.torch import load_file
+        from tokenizers import Tokenizer
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from paceline_engine.models.loader import default_cache_dir, load_model_dir, prepare_model
         from paceline_engine.models.source import resolve
-        from paceline_engine.tokenizer import Tokenizer
 
         loaded = load_model_dir(prepare_model(resolve(SOURCE), default_cache_dir()))
         config = LlamaConfig(
@@ -127,7 +127,7 @@ class Peer:
             dtype=torch.float32,
         )
         self._torch = torch
-        self._ids = Tokenizer.from_file(str(loaded.tokenizer_file)).encode(PROMPT, add_special_tokens=True)
+        self._ids = Tokenizer.from_file(str(loaded.tokenizer_file)).encode(PROMPT).ids
         self._model = LlamaForCausalLM(config).eval()
         for path in loaded.files:
             self._model.load_state_dict(load_file(path), strict=False)
@@ -227,6 +227,7 @@ def suite_times(report: Report) -> None:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     report = Report("skeleton")
     steps = [start_times, up_times, engine_speed, suite_times]
     if "--without-kube" not in sys.argv[1:]:
