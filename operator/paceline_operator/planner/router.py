@@ -1,7 +1,8 @@
 """Plan of a router fleet, one per (namespace, router name).
 
-A fleet exists while an InferenceService refers to the name or a Router object has it. With a Router object it is that
-object's child; without, it belongs to every referring service together and garbage collection takes it with the last.
+A fleet exists while an InferenceService refers to the name or a Router object has it. It belongs to every referring
+service together, and to the Router object, which controls it: garbage collection takes it with the last of them, so
+that deleting the Router object under running services interrupts nothing.
 The namespace's internal token is created here, once, and never written again. Pure: the token is an argument.
 """
 
@@ -101,11 +102,9 @@ def plan_fleet(observed: FleetObserved, now: float, settings: PlanSettings) -> P
     spec, blocker = _spec(router)
     if spec is None:
         return _finish(observed, router, Rollout(0, None, _deployment(observed), observed.pods), (), blocker, now)
-    owners = (
-        [owner_reference(router, controller=True)]
-        if router is not None
-        else [owner_reference(item, controller=False) for item in _sorted(referring)]
-    )
+    owners = [owner_reference(item, controller=False) for item in _sorted(referring)]
+    if router is not None:
+        owners.insert(0, owner_reference(router, controller=True))
     desired = _Fleet(observed, spec, owners, settings).render()
     actions = _token(observed) + difference(desired, observed.children)
     deployment = next(item for item in desired if item["kind"] == DEPLOYMENT.kind)

@@ -192,14 +192,13 @@ def test_a_deleted_router_object_leaves_a_fleet_with_the_defaults(cluster, start
     cluster.put(router(replicas=2))
     cluster.put(service())
     settle(cluster, operator)
+    before = {kind: cluster.get(kind, FLEET)["metadata"]["uid"] for kind in (DEPLOYMENT, SERVICE, ROLE)}
     cluster.store.delete(ROUTER, NAMESPACE, "default")
-    wait_until(
-        "the fleet is the service's",
-        lambda: (
-            "paceline-default-router" in cluster.names(DEPLOYMENT)
-            and cluster.get(DEPLOYMENT, "paceline-default-router")["spec"]["replicas"] == 1
-        ),
-    )
+    wait_until("the fleet is the service's", lambda: cluster.get(DEPLOYMENT, FLEET)["spec"]["replicas"] == 1)
+    settle(cluster, operator)
+    owners = cluster.get(DEPLOYMENT, FLEET)["metadata"]["ownerReferences"]
+    assert [owner["kind"] for owner in owners] == ["InferenceService"]
+    assert {kind: cluster.get(kind, FLEET)["metadata"]["uid"] for kind in before} == before, "the gateway was down"
 
 
 def test_a_service_that_moves_to_another_router_takes_the_old_fleet_down(cluster, start):

@@ -59,10 +59,13 @@ def test_every_referring_service_owns_the_fleet_and_others_do_not():
     assert [owner["name"] for owner in children["Deployment"]["metadata"]["ownerReferences"]] == ["a", "b"]
 
 
-def test_a_router_object_owns_its_fleet_alone_and_sizes_it():
+def test_a_router_object_controls_its_fleet_beside_the_services_and_sizes_it():
     children = kinds(router=router(replicas=2, expose="LoadBalancer"), services=(service(),))
     owners = children["Deployment"]["metadata"]["ownerReferences"]
-    assert [(owner["kind"], owner["controller"]) for owner in owners] == [("Router", True)]
+    assert [(owner["kind"], owner.get("controller")) for owner in owners] == [
+        ("Router", True),
+        ("InferenceService", None),
+    ]
     assert children["Deployment"]["spec"]["replicas"] == 2
     assert children["Service"]["spec"]["type"] == "LoadBalancer"
     assert children["Service"]["spec"]["ports"] == [
