@@ -95,6 +95,7 @@ def bundle_config(spec: dict[str, Any], cgroup: str) -> dict[str, Any]:
     mounts += [_bind(source, target, read_only=False) for source, target in spec["files"]]
     volumes = sorted(spec["mounts"], key=lambda mount: mount["target"].count("/"))
     mounts += [_bind(m["source"], m["target"], read_only=m["read_only"]) for m in volumes]
+    mounts += [_bind(path, path, read_only=True) for path in spec["covered"]]
     linux: dict[str, Any] = {
         "cgroupsPath": cgroup,
         "namespaces": [{"type": kind} for kind in NAMESPACES] + [{"type": "network", "path": spec["netns"]}],

@@ -82,6 +82,7 @@ class Sandbox:
                 mount.host_path.chmod(0o777)
                 os.chown(mount.host_path, *self.volume_owner)
         etc = [[str(self.folder / name), f"/etc/{name}"] for name in ("hosts", "hostname", "resolv.conf")]
+        image, targets = image_binds(), [m.mount_path for m in mounts]
         return {
             "argv": list(command.argv),
             "env": image_env() | dict(command.env),
@@ -91,7 +92,9 @@ class Sandbox:
             "root": str(self.folder / "root"),
             "record": str(self.folder / f"{container.name}.pid"),
             "exec": command.argv in _exec_commands(container),
-            "image": image_binds(),
+            "image": image,
+            # A checkout below a volume's path (say, under /tmp) is bound once more, on top of the volume.
+            "covered": [path for path in image if any(Path(path).is_relative_to(target) for target in targets)],
             "links": image_links(),
             "files": etc,
             "mounts": [{"source": str(m.host_path), "target": m.mount_path, "read_only": m.read_only} for m in mounts],

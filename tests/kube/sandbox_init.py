@@ -155,6 +155,8 @@ def _build_root(spec: dict[str, Any]) -> None:
     # Shorter paths first, so that a volume inside a volume is not covered.
     for mount in sorted(spec["mounts"], key=lambda mount: mount["target"].count("/")):
         _bind(Path(mount["source"]), _inside(root, mount["target"]), read_only=mount["read_only"])
+    for source in spec["covered"]:
+        _bind(Path(source), _inside(root, source), read_only=True)
     if spec["read_only_root"]:
         _mount("", root, "", MS_REMOUNT | MS_RDONLY | MS_NODEV)
     os.chdir(root)
