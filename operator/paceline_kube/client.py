@@ -8,6 +8,7 @@ keeps deserialisation off every path. Calls block; they are safe from several th
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from http.client import HTTPException
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import urllib3.exceptions
+import yaml
 from kubernetes import client as official
 from kubernetes import config as official_config
 from kubernetes.client.exceptions import ApiException
@@ -35,6 +37,18 @@ from paceline_api.kube import (
 
 REQUEST_TIMEOUT_S = (5.0, 30.0)
 LIST_CHUNK = 500
+_DEFAULT_KUBECONFIG = "~/.kube/config"
+# What the official loader lets through for files that are no kubeconfig.
+_UNREADABLE = (
+    official_config.ConfigException,
+    OSError,
+    yaml.YAMLError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+)
 _APPLY = "application/apply-patch+yaml"
 _ERRORS: dict[int, type[KubeError]] = {409: Conflict, 410: Expired, 400: Invalid, 422: Invalid}
 
@@ -63,18 +77,21 @@ class OfficialKubeClient:
     def connect(cls, kubeconfig: Path | None = None) -> OfficialKubeClient:
         """From a kubeconfig file, from the pod's ServiceAccount, or from the user's default kubeconfig.
 
-        Raises ClusterUnreachable when none of them can be read.
+        Raises ClusterUnreachable, naming the file, when none of them can be read.
         """
+        # Each failed attempt would be a warning; the error that is raised after the last says it once.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         configuration = official.Configuration()
+        in_cluster = kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ
+        path = "" if in_cluster else str(kubeconfig or os.environ.get("KUBECONFIG") or _DEFAULT_KUBECONFIG)
         try:
-            if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+            if in_cluster:
                 official_config.load_incluster_config(client_configuration=configuration)
             else:
-                path = str(kubeconfig) if kubeconfig else None
                 official_config.load_kube_config(config_file=path, client_configuration=configuration)
-        except (official_config.ConfigException, OSError) as error:
+        except _UNREADABLE as error:
             raise ClusterUnreachable(
-                f"no cluster configuration: {error}; pass --kubeconfig FILE or run inside a pod"
+                f"no cluster configuration: {_why(path, error)}; pass --kubeconfig FILE or run inside a pod"
             ) from error
         configuration.connection_pool_maxsize = 16
         return cls(official.ApiClient(configuration))
@@ -188,6 +205,17 @@ class OfficialKubeClient:
             raise _translated(error, f"{method} {path}") from error
         except (urllib3.exceptions.HTTPError, HTTPException, OSError) as error:
             raise ClusterUnreachable(f"{method} {path}: {error}") from error
+
+
+def _why(path: str, error: Exception) -> str:
+    """One line, with the file's name, on why a configuration was not loaded."""
+    files = path.split(os.pathsep) if path else []
+    if files and not any(Path(file).expanduser().exists() for file in files):
+        return f"{path} does not exist"
+    text = " ".join(str(error).split())
+    if not isinstance(error, official_config.ConfigException | OSError):
+        text = f"{path} is not a kubeconfig ({text or type(error).__name__})"
+    return text if not path or path in text else f"{path}: {text}"
 
 
 def _path(kind: Kind, namespace: str | None, name: str = "") -> str:

@@ -57,6 +57,17 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, says):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("text", ["garbage: [", "- 1", "", "5"])
+def test_a_file_that_is_no_kubeconfig_is_named_in_one_line(tmp_path, text):
+    path = tmp_path / "config"
+    path.write_text(text)
+    done = command("--kubeconfig", str(path))
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "no cluster configuration" in line
+    assert str(path) in line
+
+
 def test_an_api_server_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
     kubeconfig = tmp_path / "config"
     kubeconfig.write_text(
@@ -66,7 +77,8 @@ def test_an_api_server_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
     )
     done = command("--kubeconfig", str(kubeconfig))
     assert done.returncode == 2
-    assert "cannot reach the Kubernetes API" in done.stderr.strip().splitlines()[-1]
+    (line,) = done.stderr.strip().splitlines()
+    assert "cannot reach the Kubernetes API" in line
 
 
 def test_kopf_gets_event_handlers_only():

@@ -69,8 +69,29 @@ def test_a_missing_or_empty_token_file_is_refused(tmp_path: Path, kubeconfig: Pa
 
 def test_a_missing_kubeconfig_is_refused(tmp_path: Path):
     line = refusal("--kubeconfig", tmp_path / "none", *PORTS)
-    assert "no cluster configuration" in line
+    assert f"no cluster configuration: {tmp_path / 'none'} does not exist" in line
     assert "pass --kubeconfig FILE" in line
+
+
+BAD_CLUSTER = """\
+current-context: a
+contexts: [{name: a, context: {cluster: c, user: u}}]
+clusters: [{name: c, cluster: 5}]
+users: [{name: u, user: {}}]
+"""
+
+
+@pytest.mark.parametrize("text", [b"garbage: [", b"a: b", b"- 1", b"\x00\xff", b"", b"5", BAD_CLUSTER.encode()])
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_a_file_that_is_no_kubeconfig_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes, by: str):
+    path = tmp_path / "config"
+    path.write_bytes(text)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if by == "environment":
+        monkeypatch.setenv("KUBECONFIG", str(path))
+    line = refusal(*(["--kubeconfig", path] if by == "flag" else []), *PORTS)
+    assert line.startswith("paceline-router: no cluster configuration: ")
+    assert str(path) in line
 
 
 @pytest.mark.parametrize(
