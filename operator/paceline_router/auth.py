@@ -1,5 +1,8 @@
 """Who is asking: API key to tenant, deny by default.
 
+On one's own machine, where a Router names an anonymous tenant and no tenant has a key, any key counts as none: clients
+that cannot leave it out always send one (docs/decisions/0010-anonymous-on-loopback.md).
+
 Keys are held as SHA-256 digests under a random per-process prefix. The first half of a digest finds the entry, the
 second half is compared in constant time; neither can be steered by a caller. Pure; must not import I/O.
 """
@@ -109,6 +112,8 @@ class Authenticator:
             raise Unauthorized("scheme", "write the API key as 'Authorization: Bearer KEY'")
         name = keys.find(digest(self._prefix, token))
         if name is None or name not in tenants:
+            if anonymous_tenant is not None and credentials.local and _no_keys(tenants):
+                return self._anonymous(credentials, tenants, anonymous_tenant)
             raise Unauthorized("unknown_key", "the API key is not valid here; ask the platform team for one")
         return tenants[name]
 
@@ -124,6 +129,11 @@ class Authenticator:
                 f"the Router names {anonymous_tenant} as its anonymous tenant, which does not exist; apply that Tenant",
             )
         return tenant
+
+
+def _no_keys(tenants: Mapping[str, TenantRecord]) -> bool:
+    """Whether no tenant refers to a key, be its Secret there or not."""
+    return not any(tenant.key_refs for tenant in tenants.values())
 
 
 def salt_of(secret: bytes, tenant: str) -> str:

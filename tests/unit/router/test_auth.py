@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from paceline_router.auth import Authenticator, Credentials, KeyIndex, digest, index_keys, is_loopback, salt_of
 from paceline_router.errors import Unauthorized
-from paceline_router.records import TenantRecord
+from paceline_router.records import KeyRef, TenantRecord
 
 PREFIX = b"prefix"
-TENANTS = {name: TenantRecord(name) for name in ("alice", "bob", "guest")}
+TENANTS = {name: TenantRecord(name, key_refs=(KeyRef(name, "apiKey"),)) for name in ("alice", "bob")}
+TENANTS["guest"] = TenantRecord("guest")
 KEYS, _ = index_keys([("alice", digest(PREFIX, "sk-alice")), ("bob", digest(PREFIX, "sk-bob"))])
 LOCAL = {"host": "127.0.0.1:8080"}
 
@@ -54,6 +55,48 @@ def test_the_named_anonymous_tenant_is_for_loopback_only():
     assert ask({"host": "[::1]:8080"}, "::ffff:127.0.0.1", "guest") == "guest"
     assert reason(LOCAL, "10.0.0.7", "guest") == "missing_key"
     assert reason(LOCAL, None, "guest") == "missing_key"
+
+
+def ask_keyless(headers: dict[str, str], peer: str | None = "127.0.0.1", keyed: bool = False) -> str:
+    """Of a namespace with an anonymous tenant in which, unless `keyed`, no tenant has a key."""
+    refs = (KeyRef("not-there-yet", "apiKey"),) if keyed else ()
+    tenants = {"guest": TenantRecord("guest"), "alice": TenantRecord("alice", key_refs=refs)}
+    credentials = Credentials.of({**LOCAL, "authorization": "Bearer anything", **headers}, peer)
+    found = Authenticator(PREFIX).tenant_of(
+        credentials, keys=KeyIndex({}), tenants=tenants, anonymous_tenant="guest"
+    )  # fmt: skip
+    return found.name
+
+
+def test_where_nobody_has_a_key_any_key_is_anonymous():
+    assert ask_keyless({}) == "guest"
+
+
+def test_one_key_of_any_tenant_makes_other_keys_unknown():
+    with pytest.raises(Unauthorized) as refusal:
+        ask_keyless({}, keyed=True)
+    assert refusal.value.reason == "unknown_key"
+
+
+@pytest.mark.parametrize(
+    ("headers", "peer"),
+    [({}, "10.0.0.7"), ({"x-forwarded-for": "1.2.3.4"}, "127.0.0.1"), ({"origin": "https://evil.example"}, "::1")],
+)
+def test_only_a_local_callers_key_counts_as_none(headers: dict[str, str], peer: str):
+    with pytest.raises(Unauthorized) as refusal:
+        ask_keyless(headers, peer)
+    assert refusal.value.reason == "unknown_key"
+
+
+def test_without_an_anonymous_tenant_an_unknown_key_opens_nothing():
+    with pytest.raises(Unauthorized) as refusal:
+        Authenticator(PREFIX).tenant_of(
+            Credentials.of({**LOCAL, "authorization": "Bearer x"}, "127.0.0.1"),
+            keys=KeyIndex({}),
+            tenants={"guest": TenantRecord("guest")},
+            anonymous_tenant=None,
+        )
+    assert refusal.value.reason == "unknown_key"
 
 
 def test_an_empty_key_is_none():

@@ -65,6 +65,30 @@ def test_the_openai_client_streams_and_asks_whole(router: RunningRouter, engine:
             client.chat.completions.create(model="other", messages=messages)
 
 
+def test_on_this_machine_the_openai_client_needs_no_real_key_until_a_tenant_has_one(
+    cluster: Cluster, engine: FakeEngine, start_router: StartRouter
+):
+    cluster.service("chat")
+    cluster.router(anonymousTenant="guest")
+    cluster.tenant("guest")
+    cluster.endpoints("chat", engine.replica())
+    router = start_router()
+    wait_until(lambda: router.process.discovery.snapshot.models["chat"].serving, "the endpoint is known")
+    engine.mode = "whole"
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="unused", max_retries=0) as client:
+        messages = [{"role": "user", "content": "hi"}]
+        assert client.chat.completions.create(model="chat", messages=messages).choices
+        assert [model.id for model in client.models.list()] == ["chat"]
+        cluster.tenant("alice", "sk-alice")
+        wait_until(
+            lambda: router.ask("sk-alice", stream=False).status_code == 200 and router.ask("x").status_code == 401,
+            "alice has a key",
+        )
+        with pytest.raises(openai.AuthenticationError):
+            client.chat.completions.create(model="chat", messages=messages)
+    assert router.ask(None, stream=False).status_code == 200
+
+
 def test_events_are_passed_on_as_they_come(router: RunningRouter, engine: FakeEngine):
     engine.mode = "held"
     with router.streaming() as response:
