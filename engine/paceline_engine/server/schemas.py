@@ -146,6 +146,12 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+# Pydantic's names for a value of the right type and a wrong size.
+_OUT_OF_BOUNDS = frozenset(
+    {"too_long", "too_short", "string_too_long", "string_too_short"}
+    | {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+)
+
 R = TypeVar("R", bound=GenerationRequest)
 
 
@@ -204,8 +210,10 @@ def _first_problem(error: ValidationError) -> Exception:
     """The most telling of pydantic's problems, with a path such as messages[0].content."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     field = problems[0]["loc"][:1]
-    # Of a union's alternatives, the one that got furthest into the value is the one that was meant.
-    problem = max((p for p in problems if p["loc"][:1] == field), key=lambda p: len(p["loc"]))
+    # Of a union's alternatives, one whose type fits and whose bound does not is the one that was meant; else the one
+    # that got furthest into the value.
+    same = [problem for problem in problems if problem["loc"][:1] == field]
+    problem = max(same, key=lambda p: (p["type"] in _OUT_OF_BOUNDS, len(p["loc"])))
     path = ""
     for part in problem["loc"]:
         if isinstance(part, int):

@@ -114,6 +114,24 @@ def test_a_wrong_value_is_refused_with_its_path(fields: dict[str, Any], param: s
     assert param.split(".")[0].split("[")[0] in error.message
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17"),
+        ({"stop": ["a", ""]}, "stop[1]: String should have at least 1 character"),
+        ({"prompt": ["x"] * 65}, "prompt: Value should have at most 64 items after validation, not 65"),
+        ({"prompt": [[1]] * 65}, "prompt: Value should have at most 64 items after validation, not 65"),
+        ({"prompt": []}, "prompt: List should have at least 1 item after validation, not 0"),
+        ({"prompt": [[1], []]}, "prompt[1]: List should have at least 1 item after validation, not 0"),
+        ({"prompt": [1, -1]}, "prompt[1]: Input should be greater than or equal to 0"),
+    ],
+)
+def test_a_value_of_the_wrong_size_is_told_its_bound(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        completion(**fields)
+    assert refused.value.message == message
+
+
 def test_an_image_part_is_refused_where_it_stands() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
     error = refusal(messages=[{"role": "user", "content": parts}])
