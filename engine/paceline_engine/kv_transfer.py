@@ -46,7 +46,8 @@ class KVTransfer:
                 break
             keys.append(key)
             num_saved += key.num_tokens
-        self._chunks_of[request.request_id] = keys
+        if keys:
+            self._chunks_of[request.request_id] = keys
         return num_saved
 
     def load(self, request: Request, num_tokens: int) -> int:

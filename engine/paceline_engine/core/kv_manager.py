@@ -25,7 +25,7 @@ class SequenceStore(Protocol):
         ...
 
     def drop(self, request: Request) -> None:
-        """The request won't come back for its KV."""
+        """The request won't come back for its KV, if there is any."""
         ...
 
 
@@ -89,9 +89,9 @@ class KVManager:
     def finish(self, request: Request) -> None:
         """Give back everything the request holds, here and in the store."""
         self.release(request)
-        if self._store is not None and request.num_offloaded_tokens:
+        if self._store is not None:
             self._store.drop(request)
-            request.num_offloaded_tokens = 0
+        request.num_offloaded_tokens = 0
 
     def check_integrity(self, requests: list[Request]) -> None:
         """Raise BlockPoolError unless the pool balances and `requests` hold exactly the held blocks, each its own."""

@@ -120,11 +120,10 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the next step's work and take the blocks it needs; preempts when they run out."""
         scheduled: list[ScheduledRequest] = []
-        num_preempted = self.num_preemptions
         budget = self._schedule_running(scheduled, self.config.max_num_batched_tokens)
-        if self.num_preemptions == num_preempted:
-            # After a preemption blocks are short: whoever is let in would only be thrown out again.
-            self._schedule_waiting(scheduled, budget)
+        # After a preemption this lets nobody in: the last victim waits in front, and it lost its blocks because fewer
+        # were left than it needs to come back.
+        self._schedule_waiting(scheduled, budget)
         released, self._released = tuple(self._released), []
         return StepPlan(scheduled=tuple(scheduled), released=released)
 

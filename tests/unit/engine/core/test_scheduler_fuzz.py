@@ -34,7 +34,7 @@ class ForgetfulStore:
         return self.rng.randint(0, min(num_tokens, self.kept.pop(request.request_id)))
 
     def drop(self, request: Request) -> None:
-        del self.kept[request.request_id]
+        self.kept.pop(request.request_id, None)
 
 
 @dataclass
@@ -67,8 +67,11 @@ class Client:
         self.take(self.scheduler.abort(self.rng.choice(sorted(self.started))))
 
     def step(self) -> StepPlan:
+        num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         config = self.scheduler.config
+        if self.scheduler.num_preemptions > num_preemptions:
+            assert not any(item.fresh_row for item in plan.scheduled), "let in where somebody was just thrown out"
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.scheduled) <= config.max_num_seqs
         assert all(1 <= item.num_tokens <= config.prefill_chunk_tokens for item in plan.scheduled)

@@ -141,6 +141,22 @@ def test_a_tier_smaller_than_a_sequence_keeps_its_head(tiny, new_loop, prompts, 
     assert loop.scheduler.kv.num_restored_sequences > 0
 
 
+@pytest.mark.parametrize("capacity", [100, 64 << 20])
+def test_requests_that_ended_leave_nothing_behind_whatever_the_tier_held(tiny, new_loop, prompts, capacity):
+    tier = MemoryTier(capacity)
+    transfers = []
+
+    def make_store(kv):
+        transfers.append(KVTransfer(kv, tier, NAMESPACE, chunk_tokens=8))
+        return transfers[-1]
+
+    loop = new_loop(tiny, num_blocks=14, make_store=make_store)
+    run(loop, prompts)
+    assert loop.scheduler.num_preemptions > 0
+    assert transfers[0]._chunks_of == {}
+    assert tier.bytes_used == 0
+
+
 def test_equal_prompts_of_two_tenants_do_not_share_stored_kv(tiny, new_loop):
     tier = MemoryTier(64 << 20)
     loop = new_loop(tiny)
