@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from paceline_api.kube import SECRET, Conflict, KubeClient, KubeError, Manifest, kind_of
 from paceline_api.names import FIELD_MANAGER, FIELD_MANAGER_STATUS
 from paceline_operator.cache import Cache
 from paceline_operator.metrics import OperatorMetrics
+from paceline_operator.planner.additions import additions
 from paceline_operator.planner.manifests import ANNOTATION_INTENT, dig
-from paceline_operator.planner.model import Action, Apply, Create, Delete
+from paceline_operator.planner.model import Action, Apply, Create, Delete, Strip
+
+log = logging.getLogger(__name__)
+
+ADMITTED_MAX = 4096
 
 
 class NameTaken(Exception):
@@ -23,6 +30,9 @@ class Executor:
         self._client = client
         self._cache = cache
         self._metrics = metrics
+        # Additions that came back in the very answer to their removal, by the Deployment's uid: the cluster's admission
+        # wants them, and removing them again and again would never end.
+        self._admitted: OrderedDict[str, frozenset[str]] = OrderedDict()
 
     def run(self, actions: Iterable[Action]) -> tuple[str, ...]:
         """One line for each action that failed, in order."""
@@ -51,6 +61,8 @@ class Executor:
             self._apply(action)
         elif isinstance(action, Create):
             self._create(action.manifest)
+        elif isinstance(action, Strip):
+            self._strip(action)
         else:
             self._delete(action)
 
@@ -64,6 +76,29 @@ class Executor:
         self._metrics.wrote("apply", kind.kind)
         if kind != SECRET:
             self._cache.put(kind, applied)
+
+    def _strip(self, action: Strip) -> None:
+        """Writes the pod spec as a whole, on top of what is live now. What is added elsewhere stays."""
+        intent = action.manifest
+        kind, metadata = kind_of(intent), intent["metadata"]
+        cached = self._cache.get(kind, metadata["namespace"], metadata["name"])
+        uid = str(dig(cached, "metadata", "uid"))
+        if set(action.added) <= self._admitted.get(uid, frozenset()):
+            return
+        live = self._client.get(kind, metadata["namespace"], metadata["name"])
+        added = () if live is None else additions(live, intent)
+        if live is None or not added:
+            return
+        template = {**live["spec"]["template"], "spec": intent["spec"]["template"]["spec"]}
+        log.warning("%s %s: removing %s", kind.kind, metadata["name"], ", ".join(added))
+        replaced = self._client.replace({**live, "spec": {**live["spec"], "template": template}})
+        self._metrics.wrote("replace", kind.kind)
+        self._cache.put(kind, replaced)
+        if left := additions(replaced, intent):
+            log.warning("%s %s: the cluster adds %s, it stays", kind.kind, metadata["name"], ", ".join(left))
+            self._admitted[str(live["metadata"]["uid"])] = frozenset(left)
+            if len(self._admitted) > ADMITTED_MAX:
+                self._admitted.popitem(last=False)
 
     def _create(self, manifest: Manifest) -> None:
         try:

@@ -159,6 +159,53 @@ def test_a_hand_edited_child_is_put_back(operator, cluster):
     wait_until("every edit is undone", restored, timeout=WAIT_S)
 
 
+def test_what_is_added_to_a_child_by_hand_is_taken_out_and_then_nothing_is_written(operator, control_plane, cluster):
+    cluster.apply(*example())
+    cluster.wait_children(*ALL)
+    operator.settle()
+    kinds = (SERVICE, ROLE, DEPLOYMENT)
+    before = {kind: cluster.get(kind, FLEET) for kind in kinds}
+    cluster.kubectl("patch", "service", FLEET, "-p", '{"spec": {"selector": {"x": "y"}}}')
+    rule = [{"op": "add", "path": "/rules/0/resourceNames", "value": ["one"]}]
+    cluster.kubectl("patch", "role", FLEET, "--type=json", "-p", json.dumps(rule))
+    miner = {"name": "miner", "image": "evil:1", "securityContext": {"privileged": True}}
+    pod = {"hostNetwork": True, "hostPID": True, "nodeSelector": {"x": "y"}, "containers": [miner]}
+    cluster.kubectl("patch", "deployment", FLEET, "-p", json.dumps({"spec": {"template": {"spec": pod}}}))
+
+    def restored() -> bool:
+        now = {kind: cluster.get(kind, FLEET) for kind in kinds}
+        same = now[SERVICE]["spec"]["selector"] == before[SERVICE]["spec"]["selector"]
+        same = same and now[ROLE]["rules"] == before[ROLE]["rules"]
+        return same and now[DEPLOYMENT]["spec"]["template"] == before[DEPLOYMENT]["spec"]["template"]
+
+    wait_until("every addition is gone", restored, timeout=WAIT_S)
+    operator.settle()
+    mark = control_plane.audit.mark()
+    operator.operator.resync()
+    operator.settle()
+    own = [write for write in control_plane.audit.writes(mark, cluster.namespace) if write.user == OPERATOR_USER]
+    assert [str(write) for write in own] == []
+
+
+def test_a_child_without_our_label_gets_it_back(operator, cluster):
+    cluster.apply(*example())
+    cluster.wait_children(*ALL)
+    operator.settle()
+    cluster.kubectl("label", "deployment/smollm2-engine", "app.kubernetes.io/managed-by-")
+    key = "app.kubernetes.io/managed-by"
+    wait_until(
+        "the label is back",
+        lambda: key in cluster.get(DEPLOYMENT, "smollm2-engine")["metadata"]["labels"],
+        timeout=WAIT_S,
+    )
+    cluster.kubectl("scale", "deployment/smollm2-engine", "--replicas=4")
+    wait_until(
+        "an edit after it is undone",
+        lambda: cluster.get(DEPLOYMENT, "smollm2-engine")["spec"]["replicas"] == 1,
+        timeout=WAIT_S,
+    )
+
+
 def test_deleting_the_objects_removes_everything(operator, cluster):
     cluster.apply(*example())
     cluster.wait_children(*ALL)

@@ -2,7 +2,8 @@
 
 Semantics (Kubernetes, "Server-Side Apply"): a manager owns the leaves it applied; what it no longer applies is removed
 unless another manager owns it; a forced apply of a different value takes the field from its owners, the same value is
-shared. Lists are atomic except the list-maps named below, whose items are merged by key.
+shared. Lists are atomic except the list-maps named below, whose items are merged by key; mappings are
+merged except those named below.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ _LIST_KEYS: Mapping[str, tuple[str, ...]] = {
     "imagePullSecrets": ("name",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
+_ATOMIC = frozenset({"selector", "labelSelector", "nodeSelector", "roleRef"})
+"""Mappings that are replaced as a whole."""
 _MEMBER = object()
 """Value of the path of a list-map's item: the item is there, whatever it holds."""
 
@@ -48,8 +51,8 @@ def _key(item: Mapping[str, Any], keys: tuple[str, ...]) -> Path:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of a manifest with its path; empty mappings and atomic lists are leaves."""
-    if isinstance(value, dict) and value:
+    """Every leaf of a manifest with its path; empty and atomic mappings and atomic lists are leaves."""
+    if isinstance(value, dict) and value and not (path and path[-1] in _ATOMIC):
         for name, inner in value.items():
             yield from leaves(inner, (*path, name))
     elif isinstance(value, list) and (keys := _keys_of(path, value)):
@@ -98,6 +101,8 @@ def changed_by_update(owners: Owners, manager: str, old: Any, new: Any) -> Owner
 
 
 def _merge(live: Any, intent: Any, path: Path) -> Any:
+    if path and path[-1] in _ATOMIC:
+        return deepcopy(intent)
     if isinstance(intent, dict) and isinstance(live, dict):
         for name, value in intent.items():
             live[name] = _merge(live[name], value, (*path, name)) if name in live else deepcopy(value)

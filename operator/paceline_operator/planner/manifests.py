@@ -1,7 +1,8 @@
 """Small questions about manifests: owner references, and whether a live object still says what an intent says.
 
 Server-side apply is what enforces an intent; `covers` predicts whether it would change anything, so that the steady
-state sends nothing. Pure.
+state sends nothing. Values that the API server replaces as a whole (selectors, rules, arguments) are compared exactly:
+an apply takes out what somebody added to them. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, cast
 from paceline_api.kube import Kind, Manifest, kind_of
 from paceline_api.names import MANAGED_BY, PART_OF
 from paceline_api.quantity import parse_quantity
-from paceline_operator.planner.model import Action, Apply, Delete
+from paceline_operator.planner.additions import additions
+from paceline_operator.planner.model import Action, Apply, Delete, Strip
 
 ANNOTATION_INTENT = "paceline.dev/intent-hash"
 OPERATOR = "paceline"
@@ -26,6 +28,8 @@ _MERGED_LISTS = frozenset(
         "topologySpreadConstraints", "imagePullSecrets",
     }
 )  # fmt: skip
+# Mappings that the API server replaces as a whole, as it does every list that is not merged.
+_ATOMIC = frozenset({"selector", "labelSelector", "roleRef"})
 _QUANTITY_PARENTS = frozenset({"requests", "limits", "hard"})
 _APPLY_ORDER = (
     "ServiceAccount", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PodDisruptionBudget", "Deployment",
@@ -102,6 +106,8 @@ def sealed(intent: Manifest) -> Manifest:
 
 def covers(live: Any, intent: Any, under: str = "") -> bool:
     """Whether every field of `intent` has its value in `live`. `under` is the key that holds both."""
+    if under in _ATOMIC:
+        return live == intent
     if isinstance(intent, dict):
         wanted = cast(Manifest, intent)
         if not isinstance(live, dict):
@@ -123,7 +129,7 @@ def _context(under: str, key: str) -> str:
 def _covers_list(live: list[Any], intent: list[Any], under: str) -> bool:
     if under in _MERGED_LISTS:
         return all(any(covers(item, wanted, "") for item in live) for wanted in intent)
-    return len(live) == len(intent) and all(covers(a, b, "") for a, b in zip(live, intent, strict=True))
+    return live == intent
 
 
 def _same_quantity(live: Any, intent: Any) -> bool:
@@ -135,7 +141,7 @@ def _same_quantity(live: Any, intent: Any) -> bool:
 
 
 def difference(desired: Iterable[Manifest], observed: Iterable[Manifest]) -> tuple[Action, ...]:
-    """Deletes of children that are not wanted any more, then applies of those that are missing or not as intended."""
+    """Deletes of children that are not wanted any more, then what makes the others as intended."""
     live = {identity(item): item for item in observed}
     wanted = [sealed(intent) for intent in desired]
     names = {identity(intent) for intent in wanted}
@@ -145,6 +151,8 @@ def difference(desired: Iterable[Manifest], observed: Iterable[Manifest]) -> tup
         found = live.get(identity(intent))
         if found is None or not covers(found, intent):
             actions.append(Apply(intent, known=found is not None))
+        if found is not None and (added := additions(found, intent)):
+            actions.append(Strip(intent, added))
     return tuple(actions)
 
 

@@ -133,7 +133,15 @@ class Delete:
     uid: str
 
 
-Action = Apply | Create | Delete
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Take out what others have added to the pod template of a Deployment; `manifest` is its complete intent."""
+
+    manifest: Manifest
+    added: tuple[str, ...]
+
+
+Action = Apply | Create | Delete | Strip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The whole operator in one process over the in-memory object store: no kopf, no cluster, real threads."""
 
 import threading
+from copy import deepcopy
 
 import pytest
 from operator_samples import (
@@ -144,6 +145,68 @@ def test_a_hand_edited_and_a_deleted_child_come_back(cluster, start):
     wait_until("the edit is gone", lambda: cluster.get(DEPLOYMENT, "chat-engine")["spec"]["replicas"] == 1)
     cluster.store.delete(SERVICE, NAMESPACE, "chat-engine")
     wait_until("the Service is back", lambda: "chat-engine" in cluster.names(SERVICE))
+
+
+def _add_to_pod(spec):
+    spec |= {"hostNetwork": True, "hostPID": True, "nodeSelector": {"x": "y"}}
+    spec["containers"][0]["securityContext"]["privileged"] = True
+    spec["containers"][0]["env"].append({"name": "LD_PRELOAD", "value": "/x.so"})
+    spec["containers"].append({"name": "miner", "image": "evil:1", "securityContext": {"privileged": True}})
+    spec["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
+
+
+def test_what_is_added_to_a_child_by_hand_is_taken_out(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    before = {kind: cluster.get(kind, FLEET) for kind in (SERVICE, ROLE, DEPLOYMENT)}
+    edited = deepcopy(before)
+    edited[SERVICE]["spec"]["selector"]["x"] = "y"
+    edited[ROLE]["rules"][0]["resourceNames"] = ["one"]
+    _add_to_pod(edited[DEPLOYMENT]["spec"]["template"]["spec"])
+    edited[DEPLOYMENT]["spec"]["template"]["metadata"]["annotations"]["kubectl.kubernetes.io/restartedAt"] = "now"
+    for item in edited.values():
+        cluster.store.replace(item)
+    content = {SERVICE: "spec", ROLE: "rules"}
+    wait_until(
+        "selector and rules are ours again",
+        lambda: all(cluster.get(kind, FLEET)[key] == before[kind][key] for kind, key in content.items()),
+    )
+    pod = before[DEPLOYMENT]["spec"]["template"]["spec"]
+    wait_until("the pod is", lambda: cluster.get(DEPLOYMENT, FLEET)["spec"]["template"]["spec"] == pod)
+    kept = cluster.get(DEPLOYMENT, FLEET)["spec"]["template"]["metadata"]["annotations"]
+    assert kept["kubectl.kubernetes.io/restartedAt"] == "now", "a restart by kubectl was undone"
+    settle(cluster, operator)
+
+
+def test_what_the_clusters_admission_adds_is_not_fought_over(cluster, start):
+    class Mutating:
+        """Admission that gives every Deployment a toleration."""
+
+        def __getattr__(self, name):
+            return getattr(cluster.store, name)
+
+        def _admit(self, written):
+            if written["kind"] != "Deployment":
+                return written
+            wanted = deepcopy(written)
+            wanted["spec"]["template"]["spec"]["tolerations"] = [{"operator": "Exists"}]
+            return cluster.store.replace(wanted)
+
+        def apply(self, manifest, *, field_manager):
+            return self._admit(cluster.store.apply(manifest, field_manager=field_manager))
+
+        def replace(self, manifest):
+            return self._admit(cluster.store.replace(manifest))
+
+    operator = start(Mutating())
+    cluster.put(service())
+    settle(cluster, operator)
+    writes = cluster.writes()
+    operator.resync()
+    settle(cluster, operator)
+    assert cluster.writes() == writes
+    assert ready_status(cluster.get(INFERENCE_SERVICE, "chat")) == "True"
 
 
 def test_a_child_without_our_label_gets_it_back_and_is_maintained_further(cluster, start):

@@ -94,6 +94,8 @@ def test_a_fleet_converges_in_one_plan(services, with_router, replicas):
         ({"rules": [{"a": 1}, {"b": 2}]}, {"rules": [{"a": 1}]}, False),
         ({"requests": {"memory": "1Gi"}}, {"requests": {"memory": "1024Mi"}}, True),
         ({"requests": {"memory": "1Gi"}}, {"requests": {"memory": "2Gi"}}, False),
+        ({"rules": [{"a": 1, "b": 2}]}, {"rules": [{"a": 1}]}, False),
+        ({"selector": {"a": "1", "b": "2"}}, {"selector": {"a": "1"}}, False),
         ({"size": "1Gi"}, {"size": "1024Mi"}, False),
     ],
 )
