@@ -93,6 +93,14 @@ class Loaded:
     files: list[str] = field(default_factory=list[str])
 
 
+class UnreadableFiles(BadInput):
+    """Some files cannot be read. `problems` has a line for each, and what was found wrong in the others."""
+
+    def __init__(self, unreadable: list[tuple[str, str]], others: list[Finding]) -> None:
+        super().__init__(*(f"{name}: {why}" for name, why in unreadable), *map(str, others))
+        self.problems = [Finding(name, 1, 1, "", "", why) for name, why in unreadable] + others
+
+
 def dotted(path: yaml_source.Path) -> str:
     """spec.model.adapters[0].name"""
     text = ""
@@ -102,23 +110,23 @@ def dotted(path: yaml_source.Path) -> str:
 
 
 def load(arguments: Iterable[str]) -> Loaded:
-    """Reads files, folders (their YAML and JSON files, by name) and `-`. Raises BadInput for what cannot be read."""
+    """Reads files, folders (their YAML and JSON files, by name) and `-`. Raises UnreadableFiles."""
     loaded = Loaded()
-    unreadable: list[str] = []
+    unreadable: list[tuple[str, str]] = []
     for name, path in _expand(arguments, unreadable):
         try:
             text = _read(path)
         except (OSError, ValueError) as error:
-            unreadable.append(f"{name}: {_reason(error)}")
+            unreadable.append((name, _reason(error)))
             continue
         loaded.files.append(name)
         _read_text(name, text, loaded)
     if unreadable:
-        raise BadInput(*unreadable, *map(str, loaded.problems))
+        raise UnreadableFiles(unreadable, loaded.problems)
     return loaded
 
 
-def _expand(arguments: Iterable[str], unreadable: list[str]) -> list[tuple[str, Path | None]]:
+def _expand(arguments: Iterable[str], unreadable: list[tuple[str, str]]) -> list[tuple[str, Path | None]]:
     found: dict[str, Path | None] = {}
     for argument in arguments:
         if argument == STDIN:
@@ -126,7 +134,7 @@ def _expand(arguments: Iterable[str], unreadable: list[str]) -> list[tuple[str, 
         elif Path(argument).is_dir():
             inside = [p for p in sorted(Path(argument).iterdir()) if p.suffix in _SUFFIXES and p.is_file()]
             if not inside:
-                unreadable.append(f"{argument}: holds no {', '.join(_SUFFIXES)} file; name a file")
+                unreadable.append((argument, f"holds no {', '.join(_SUFFIXES)} file; name a file"))
             found.update({str(path): path for path in inside})
         else:
             found[argument] = Path(argument)

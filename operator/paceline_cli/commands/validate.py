@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from paceline_api.v1alpha1 import Resource
 from paceline_cli.checks import check_objects
 from paceline_cli.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInput
-from paceline_cli.inputs import Finding, Loaded, SourceObject, load
+from paceline_cli.inputs import Finding, Loaded, SourceObject, UnreadableFiles, load
 from paceline_cli.references import reference_warnings
 
 
@@ -51,10 +51,16 @@ def load_valid(files: Sequence[str]) -> Verdict:
 
 def run(files: Sequence[str], *, as_json: bool) -> int:
     """The exit code; findings go to stderr, or as one JSON object to stdout."""
-    loaded = load(files)
+    try:
+        loaded = load(files)
+    except UnreadableFiles as unreadable:
+        if not as_json:
+            raise
+        _write_json(Verdict([], [], unreadable.problems, []))
+        return EXIT_BAD_INPUT
     verdict = judge(loaded)
     if as_json:
-        sys.stdout.write(json.dumps(_report(verdict), indent=2) + "\n")
+        _write_json(verdict)
     else:
         _write(loaded, verdict)
     return EXIT_BAD_INPUT if verdict.problems else EXIT_DONE
@@ -72,8 +78,8 @@ def _write(loaded: Loaded, verdict: Verdict) -> None:
             sys.stdout.write(f"{file}: valid: {', '.join(labels)}\n")
 
 
-def _report(verdict: Verdict) -> dict[str, object]:
-    return {
+def _write_json(verdict: Verdict) -> None:
+    report = {
         "valid": not verdict.problems,
         "objects": [
             {
@@ -89,3 +95,4 @@ def _report(verdict: Verdict) -> dict[str, object]:
         "problems": [asdict(problem) for problem in verdict.problems],
         "warnings": [asdict(warning) for warning in verdict.warnings],
     }
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")

@@ -185,6 +185,15 @@ def test_files_that_cannot_be_read_end_it_before_anything_else(write, tmp_path: 
     assert [message.split(":")[0] for message in caught.value.messages] == ["empty", "gone.yaml", "latin.yaml"]
 
 
+def test_json_is_json_for_files_that_cannot_be_read_too(write, capsys) -> None:
+    assert validate.run([write(SERVICE), "gone.yaml"], as_json=True) == 2
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert (report["valid"], err) == (False, "")
+    (problem,) = report["problems"]
+    assert (problem["file"], problem["message"]) == ("gone.yaml", "no such file; check the path")
+
+
 def test_folders_and_standard_input_are_read(write, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dir").mkdir()
     write(SERVICE, "dir/b.yaml")
