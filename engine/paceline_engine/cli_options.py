@@ -42,7 +42,7 @@ Model = Annotated[str, typer.Option(help="package://NAME/FILE.gguf, file:///PATH
 ServedModelName = Annotated[str, typer.Option(help="Name that requests use. Default: the model's file name.")]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(help="Where converted models are kept. Default: $PACELINE_CACHE_DIR or ~/.cache/paceline."),
+    typer.Option(help="Where converted models are kept. Default: $PACELINE_CACHE_DIR or the user's cache folder."),
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token that /v1/* and /admin/* ask for. Default: none asked.")

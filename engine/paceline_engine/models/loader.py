@@ -47,8 +47,12 @@ class LoadedModel:
 
 
 def default_cache_dir() -> Path:
-    """$PACELINE_CACHE_DIR, or ~/.cache/paceline."""
-    return Path(os.environ.get("PACELINE_CACHE_DIR") or Path.home() / ".cache" / "paceline")
+    """$PACELINE_CACHE_DIR, or paceline in $XDG_CACHE_HOME, or ~/.cache/paceline."""
+    if os.environ.get("PACELINE_CACHE_DIR"):
+        return Path(os.environ["PACELINE_CACHE_DIR"])
+    # A relative path there is to be ignored (XDG Base Directory Specification).
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "paceline"
 
 
 def cached_model_dir(source: ModelSource, cache_dir: Path) -> Path | None:

@@ -17,9 +17,11 @@ from safetensors.numpy import save_file
 from paceline_cli.commands.up import prerequisites
 from paceline_cli.commands.up.claim import HOST, Claim, default_state_dir, port_problem
 from paceline_cli.commands.up.objects import local_objects, router_names
+from paceline_cli.commands.up.runtime import cache_dir
 from paceline_cli.commands.validate import judge
 from paceline_cli.errors import BadInput
 from paceline_cli.inputs import load
+from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.models.source import resolve
 
 SERVICE = """\
@@ -101,6 +103,25 @@ def test_where_state_is_kept(tmp_path: Path) -> None:
     assert default_state_dir({"PACELINE_STATE_DIR": "/x"}) == Path("/x")
     assert default_state_dir({"XDG_STATE_HOME": "/s"}) == Path("/s/paceline")
     assert default_state_dir({}) == Path.home() / ".local/state/paceline"
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"PACELINE_CACHE_DIR": "/x", "XDG_CACHE_HOME": "/c"}, Path("/x")),
+        ({"XDG_CACHE_HOME": "/c"}, Path("/c/paceline")),
+        ({"XDG_CACHE_HOME": "not/absolute"}, Path.home() / ".cache/paceline"),
+        ({}, Path.home() / ".cache/paceline"),
+    ],
+)
+def test_where_converted_models_are_kept_for_the_command_and_the_engine(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: Path
+) -> None:
+    for name in ("PACELINE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cache_dir(os.environ) == default_cache_dir() == folder
 
 
 def test_secrets_come_first_and_their_texts_are_encoded(tmp_path: Path) -> None:

@@ -146,7 +146,10 @@ class Runtime:
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """Where converted models are kept between runs: the engine's own default."""
-    return Path(environ[_CACHE_ENV]) if environ.get(_CACHE_ENV) else Path.home() / ".cache" / "paceline"
+    if environ.get(_CACHE_ENV):
+        return Path(environ[_CACHE_ENV])
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "paceline"
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
