@@ -20,7 +20,7 @@ from paceline_cli.node.guard import Guard
 from paceline_cli.node.pod import PodKey
 from paceline_cli.node.worker import NodeConfig, PodWorker
 
-LOG_DIRS_MAX = 50
+LOG_DIRS_MAX = 20
 """Logs of this many pods are kept, newest first."""
 
 _log = logging.getLogger(__name__)
@@ -127,6 +127,14 @@ class ProcessNode:
     def _trim_logs(self) -> None:
         kept = {f"{namespace}_{name}" for namespace, name in self.pods}
         old = [d for d in self.config.log_dir.iterdir() if d.is_dir() and d.name not in kept]
-        old.sort(key=lambda d: d.stat().st_mtime, reverse=True)
+        # By the last line written, so that pods of another run that shares the folder keep theirs while they live.
+        old.sort(key=_last_written_s, reverse=True)
         for directory in old[LOG_DIRS_MAX:]:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _last_written_s(directory: Path) -> float:
+    try:
+        return max([directory.stat().st_mtime, *(file.stat().st_mtime for file in directory.iterdir())])
+    except OSError:  # Another run has just removed it.
+        return 0.0

@@ -391,6 +391,25 @@ def test_a_program_that_is_not_installed_is_a_start_error(world: World) -> None:
     run(main())
 
 
+def test_logs_of_the_last_20_pods_are_kept_by_their_last_line(world: World) -> None:
+    logs = world.node.config.log_dir
+    for age in range(30):
+        log = logs / f"ns_{age}" / "main.log"
+        log.parent.mkdir()
+        log.write_text("x")
+        os.utime(log, (1e9 - age, 1e9 - age))
+        # What tells is the log: its folder may be older, where a pod has run for long.
+        os.utime(log.parent, (1e8 + age, 1e8 + age))
+
+    async def main() -> None:
+        world.node.apply(pod(["true"]))
+        await until(lambda: world.sink.state.get("lastState"))
+        await world.node.stop(grace=0)
+
+    run(main())
+    assert {path.name for path in logs.iterdir()} == {"ns_p", *(f"ns_{age}" for age in range(19))}
+
+
 def test_a_container_ends_with_its_first_process(world: World) -> None:
     async def main() -> None:
         notes = world.home / "notes"
