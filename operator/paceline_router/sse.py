@@ -12,6 +12,8 @@ from typing import Any
 LINE_BYTES_MAX = 1 << 20
 _CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call", "refusal")
 _DONE = b"[DONE]"
+# The end of an event. Inside a JSON string the quotes would be escaped, so these are never text.
+_USAGE_COMES = (b',"usage":null}\n', b', "usage": null}\n')
 
 
 @dataclass(slots=True)
@@ -85,7 +87,9 @@ def usage_tokens(answer: dict[str, Any]) -> int | None:
 
 
 def without_usage_event(lines: bytes) -> bytes:
-    """The lines less an event that holds nothing but usage, for a client that did not ask for it."""
+    """The lines less what only a client that asks for usage gets: an event with nothing else, and null before it."""
+    for announced in _USAGE_COMES:
+        lines = lines.replace(announced, b"}\n")
     if b'"completion_tokens"' not in lines:
         return lines
     kept: list[bytes] = []

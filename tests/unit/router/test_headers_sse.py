@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import event, word
@@ -131,6 +132,14 @@ def test_only_the_usage_event_is_taken_out():
     assert without_usage_event(both + USAGE + DONE) == both + DONE
     assert without_usage_event(USAGE) == b""
     spoken = word('the word "completion_tokens" in a text')
+    assert without_usage_event(spoken) == spoken
+
+
+@pytest.mark.parametrize("pair", [b',"usage":null', b', "usage": null'])
+def test_what_announces_usage_is_kept_from_those_who_did_not_ask(pair: bytes):
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]%s}\n\n'
+    assert without_usage_event(event % pair + DONE) == event % b"" + DONE
+    spoken = word('a text, "usage":null}') + word('{"a":1,"usage":null}\n')
     assert without_usage_event(spoken) == spoken
 
 
