@@ -12,9 +12,10 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from paceline_api.kube import POD, SERVICE, Kind, Manifest
+from paceline_api.kube import POD, SECRET, SERVICE, Kind, Manifest
 from paceline_api.names import ANNOTATION_CONFIG_HASH, LABEL_ROLE, LABEL_ROUTER, LABEL_SERVICE
 from paceline_operator.planner.manifests import place
+from paceline_operator.planner.token import without_data
 
 INDEXED_LABELS = (LABEL_SERVICE, LABEL_ROUTER)
 TOMBSTONES_MAX = 4096
@@ -33,6 +34,8 @@ def trimmed(kind: Kind, manifest: Manifest) -> Manifest:
     kept: Manifest = {**manifest, "apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata}
     if kind == SERVICE:
         kept["status"] = {"loadBalancer": (manifest.get("status") or {}).get("loadBalancer") or {}}
+    if kind == SECRET:
+        return without_data(kept)
     return kept
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline_api.kube import DEPLOYMENT, INFERENCE_SERVICE, KV_STORE, ROUTER, SERVICE, TENANT, Kind, Manifest
+from paceline_api.kube import DEPLOYMENT, INFERENCE_SERVICE, KV_STORE, ROUTER, SECRET, SERVICE, TENANT, Kind, Manifest
 from paceline_api.names import LABEL_ROUTER, LABEL_SERVICE, label_value
 from paceline_operator.cache import Cache
 from paceline_operator.planner.manifests import dig, place
@@ -27,6 +27,8 @@ def keys_for(cache: Cache, kind: Kind, manifest: Manifest) -> set[Key]:
     if kind == KV_STORE:
         users = (item for item in cache.list(INFERENCE_SERVICE, namespace) if store_of(item) == name)
         return {Key(STORE_KEY, namespace, name), *_service_keys(users)}
+    if kind == SECRET:
+        return fleets(cache, namespace) | _service_keys(cache.list(INFERENCE_SERVICE, namespace))
     return _for_child(cache, kind, namespace, manifest)
 
 

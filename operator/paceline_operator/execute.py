@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from paceline_api.kube import SECRET, Conflict, KubeClient, KubeError, Manifest, kind_of
+from paceline_api.kube import Conflict, KubeClient, KubeError, Manifest, kind_of
 from paceline_api.names import FIELD_MANAGER, FIELD_MANAGER_STATUS
 from paceline_operator.cache import Cache
 from paceline_operator.metrics import OperatorMetrics
@@ -74,8 +74,7 @@ class Executor:
                 raise NameTaken("exists already and is not of Paceline; delete it, or rename the object that needs it")
         applied = self._client.apply(action.manifest, field_manager=FIELD_MANAGER)
         self._metrics.wrote("apply", kind.kind)
-        if kind != SECRET:
-            self._cache.put(kind, applied)
+        self._cache.put(kind, applied)
 
     def _strip(self, action: Strip) -> None:
         """Writes the pod spec as a whole, on top of what is live now. What is added elsewhere stays."""
@@ -102,10 +101,11 @@ class Executor:
 
     def _create(self, manifest: Manifest) -> None:
         try:
-            self._client.create(manifest)
+            created = self._client.create(manifest)
         except Conflict:
             return
         self._metrics.wrote("create", str(manifest["kind"]))
+        self._cache.put(kind_of(manifest), created)
 
     def _delete(self, action: Delete) -> None:
         try:

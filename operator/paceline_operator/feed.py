@@ -19,6 +19,7 @@ from paceline_api.kube import (
     ROLE,
     ROLE_BINDING,
     ROUTER,
+    SECRET,
     SERVICE,
     SERVICE_ACCOUNT,
     TENANT,
@@ -27,7 +28,7 @@ from paceline_api.kube import (
     KubeClient,
     Manifest,
 )
-from paceline_api.names import MANAGED_BY
+from paceline_api.names import INTERNAL_TOKEN_SECRET, MANAGED_BY
 from paceline_operator.cache import Cache
 from paceline_operator.dependents import every_key, keys_for
 from paceline_operator.metrics import OperatorMetrics
@@ -41,12 +42,17 @@ OWN_KINDS: Sequence[Kind] = (INFERENCE_SERVICE, ROUTER, TENANT, KV_STORE)
 CHILD_KINDS: Sequence[Kind] = (
     DEPLOYMENT, SERVICE, CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, POD_DISRUPTION_BUDGET,
 )  # fmt: skip
-WATCHED_KINDS: Sequence[Kind] = (*OWN_KINDS, *CHILD_KINDS, POD)
+WATCHED_KINDS: Sequence[Kind] = (*OWN_KINDS, *CHILD_KINDS, POD, SECRET)
 
 
 def label_selector(kind: Kind) -> str:
     """Only what Paceline manages, except for the kinds that users write."""
-    return "" if kind in OWN_KINDS else f"{MANAGED_BY}={OPERATOR}"
+    return "" if kind in OWN_KINDS or kind == SECRET else f"{MANAGED_BY}={OPERATOR}"
+
+
+def field_selector(kind: Kind) -> str:
+    """Of Secrets only the internal token, whoever made it: no other Secret ever reaches this process by a watch."""
+    return f"metadata.name={INTERNAL_TOKEN_SECRET}" if kind == SECRET else ""
 
 
 class Feed:
@@ -71,7 +77,9 @@ class Feed:
     def resync(self, client: KubeClient, namespace: str | None) -> None:
         """Real LISTs of every kind; ghosts go, and every key is looked at again. Raises KubeError."""
         for kind in WATCHED_KINDS:
-            listed = client.list(kind, namespace, label_selector=label_selector(kind))
+            listed = client.list(
+                kind, namespace, label_selector=label_selector(kind), field_selector=field_selector(kind)
+            )
 
             def confirm(space: str, name: str, kind: Kind = kind) -> Manifest | None:
                 return client.get(kind, space, name)

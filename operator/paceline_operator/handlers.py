@@ -19,7 +19,7 @@ from kubernetes import client as official
 from kubernetes import config as official_config
 
 from paceline_api.kube import Kind
-from paceline_operator.feed import WATCHED_KINDS, label_selector
+from paceline_operator.feed import WATCHED_KINDS, field_selector, label_selector
 from paceline_operator.informer import Sink
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,8 @@ def kopf_settings() -> kopf.OperatorSettings:
     for kind in WATCHED_KINDS:
         if selector := label_selector(kind):
             settings.watching.label_selectors[kind.group, kind.version, kind.plural] = selector
+        if selector := field_selector(kind):
+            settings.watching.field_selectors[kind.group, kind.version, kind.plural] = selector
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
     settings.posting.enabled = False

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from paceline_api.kube import EventType, Kind, KubeClient, Manifest
 from paceline_kube.reflector import WATCH_TIMEOUT_S, Handler, Reflector
-from paceline_operator.feed import WATCHED_KINDS, label_selector
+from paceline_operator.feed import WATCHED_KINDS, field_selector, label_selector
 
 Sink = Callable[[Kind, EventType, Manifest], None]
 
@@ -45,6 +45,7 @@ class WatchInformer:
                 namespace,
                 _bound(sink, kind),
                 label_selector=label_selector(kind),
+                field_selector=field_selector(kind),
                 watch_timeout_s=watch_timeout_s,
             )
             for kind in WATCHED_KINDS

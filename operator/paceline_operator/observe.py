@@ -44,6 +44,7 @@ from paceline_operator.planner.model import (
 )
 from paceline_operator.planner.router import fleet_url, key_secret_names
 from paceline_operator.planner.service import router_of
+from paceline_operator.planner.token import token_of, without_data
 
 PROBLEM_LENGTH_MAX = 256
 # Reasons for which a container has not started; ContainerCreating and PodInitializing are just young.
@@ -87,6 +88,7 @@ class Observer:
             router=self._router_fact(key.namespace, router),
             kv_store=self._cache.get(KV_STORE, key.namespace, store) if store else None,
             peers=peers,
+            token=token_of(self._cache.get(SECRET, key.namespace, INTERNAL_TOKEN_SECRET)),
         )
 
     def _fleet(self, key: Key) -> FleetObserved:
@@ -101,7 +103,7 @@ class Observer:
             tenants=tuple(self._cache.list(TENANT, key.namespace)),
             children=self._children(key.namespace, LABEL_ROUTER, label),
             pods=self._pods(key.namespace, LABEL_ROUTER, label),
-            token_secret=None if token is None else {name: token[name] for name in token if name != "data"},
+            token_secret=None if token is None else without_data(token),
             new_token=self._new_token() if token is None else "",
         )
 

@@ -206,6 +206,48 @@ def test_a_child_without_our_label_gets_it_back(operator, cluster):
     )
 
 
+def test_a_deleted_token_is_made_anew_and_both_fleets_start_with_it(operator, cluster):
+    cluster.apply(*example())
+    cluster.wait_children(*ALL)
+    operator.settle()
+    before = cluster.generations()
+    cluster.kubectl("delete", "secret", "paceline-internal")
+    cluster.wait_children(*ALL)
+    wait_until(
+        "both fleets are rolled",
+        lambda: all(cluster.generations()[name] == before[name] + 1 for name in before),
+        timeout=WAIT_S,
+    )
+    operator.settle()
+
+
+def test_a_secret_of_somebody_else_is_not_taken_over(operator, cluster):
+    cluster.kubectl("create", "secret", "generic", "paceline-internal", "--from-literal=password=x")
+    cluster.apply(service())
+    ready = cluster.wait_reason(INFERENCE_SERVICE, "chat", "NameTaken")
+    assert "Secret paceline-internal exists already" in ready["message"]
+    secret = json.loads(cluster.kubectl("get", "secret", "paceline-internal", "-o", "json"))
+    assert "ownerReferences" not in secret["metadata"]
+    cluster.kubectl("delete", "secret", "paceline-internal")
+    cluster.wait_children(f"Deployment/{FLEET}", "Deployment/chat-engine", "Secret/paceline-internal")
+
+
+def test_deleting_a_router_object_leaves_the_gateway_of_running_services_up(operator, cluster):
+    cluster.apply(*example())
+    cluster.wait_children(*ALL)
+    operator.settle()
+    uids = {kind: cluster.get(kind, FLEET)["metadata"]["uid"] for kind in (DEPLOYMENT, SERVICE)}
+    cluster.kubectl("delete", "router", "default", "--timeout=10s")
+
+    def handed_over() -> bool:
+        owners = cluster.get(DEPLOYMENT, FLEET)["metadata"]["ownerReferences"]
+        return [owner["kind"] for owner in owners] == ["InferenceService"]
+
+    wait_until("the service owns the fleet", handed_over, timeout=WAIT_S)
+    operator.settle()
+    assert {kind: cluster.get(kind, FLEET)["metadata"]["uid"] for kind in uids} == uids
+
+
 def test_deleting_the_objects_removes_everything(operator, cluster):
     cluster.apply(*example())
     cluster.wait_children(*ALL)

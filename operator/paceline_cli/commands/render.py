@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline_api.kube import INFERENCE_SERVICE, KV_STORE, ROUTER, TENANT, Manifest
+from paceline_api.kube import DEPLOYMENT, INFERENCE_SERVICE, KV_STORE, ROUTER, TENANT, Manifest
 from paceline_api.names import DEFAULT_ROUTER
 from paceline_api.v1alpha1 import InferenceService, Resource
 from paceline_cli.commands.validate import Verdict, load_valid
@@ -29,6 +29,7 @@ from paceline_operator.planner.model import (
     ServiceObserved,
 )
 from paceline_operator.planner.plan import plan
+from paceline_operator.planner.token import ANNOTATION_TOKEN_HASH
 
 TOKEN_PLACEHOLDER = "<random, created once by the operator>"
 _NO_UID = "00000000-0000-0000-0000-000000000000"
@@ -115,6 +116,17 @@ class _Files:
         return [pair for pair in self._typed if pair[0].kind == kind and pair[0].namespace == namespace]
 
 
+def _without_token_hash(manifest: Manifest) -> Manifest:
+    """Of the placeholder, which pod templates of a router carry."""
+    if manifest["kind"] != DEPLOYMENT.kind:
+        return manifest
+    template = manifest["spec"]["template"]
+    annotations = dict(template["metadata"].get("annotations", {}))
+    annotations.pop(ANNOTATION_TOKEN_HASH, None)
+    template = {**template, "metadata": {**template["metadata"], "annotations": annotations}}
+    return {**manifest, "spec": {**manifest["spec"], "template": template}}
+
+
 def _live(item: SourceObject) -> Manifest:
     """The object with what the API server would add and the planner reads."""
     metadata = {**item.manifest["metadata"], "namespace": item.namespace, "uid": _NO_UID, "generation": 1}
@@ -128,7 +140,7 @@ def _shown(manifest: Manifest) -> Manifest:
     metadata["annotations"] = kept
     if not kept:
         del metadata["annotations"]
-    shown = {**manifest, "metadata": metadata}
+    shown = _without_token_hash({**manifest, "metadata": metadata})
     if manifest["kind"] == "Secret" and "data" in manifest:
         shown["stringData"] = dict.fromkeys(shown.pop("data"), TOKEN_PLACEHOLDER)
     return shown

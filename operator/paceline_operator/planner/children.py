@@ -42,6 +42,7 @@ from paceline_operator.planner import pods
 from paceline_operator.planner.engine_args import engine_args
 from paceline_operator.planner.manifests import child, common_labels, owner_reference, text_hash
 from paceline_operator.planner.model import PlanSettings, ServiceObserved
+from paceline_operator.planner.token import with_token_hash
 
 ROLE = "engine"
 PORTS = {PORT_HTTP: ENGINE_HTTP_PORT, PORT_ADMIN: ENGINE_ADMIN_PORT, PORT_METRICS: ENGINE_METRICS_PORT}
@@ -119,6 +120,7 @@ class EngineChildren:
         live = next((item for item in self._observed.children if item["kind"] == DEPLOYMENT.kind), None)
         current = pods.Pin(pods.TEMPLATE_VERSION, self._settings.image_engine)
         pin, template = pods.pinned(live, self._template, current)
+        template = with_token_hash(template, live, self._observed.token.hash)
         deployment = self._child(
             DEPLOYMENT,
             spec={

@@ -55,6 +55,15 @@ class RouterFact:
     url: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The namespace's internal token. `hash` is empty
+    where no usable token is known, `problem` is (reason, message) of why an operator knows none."""
+
+    hash: str = ""
+    problem: tuple[str, str] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceObserved:
     """An InferenceService. `peers` are the other services on its router, `kv_store` the object its ref names."""
@@ -65,6 +74,7 @@ class ServiceObserved:
     router: RouterFact = RouterFact()
     kv_store: Manifest | None = None
     peers: tuple[Manifest, ...] = ()
+    token: Token = Token()
     errors: tuple[str, ...] = ()
 
 
@@ -73,7 +83,8 @@ class FleetObserved:
     """A router fleet and everything of its namespace that it depends on.
 
     `services` and `routers` are all of the namespace: they own the namespace's internal token together.
-    `token_secret` is that Secret without its data. `new_token` is used only where there is no such Secret.
+    `token_secret` is that Secret with a hash in place of its data. `new_token` is used only where there is no such
+    Secret.
     """
 
     namespace: str

@@ -3,7 +3,8 @@
 A fleet exists while an InferenceService refers to the name or a Router object has it. It belongs to every referring
 service together, and to the Router object, which controls it: garbage collection takes it with the last of them, so
 that deleting the Router object under running services interrupts nothing.
-The namespace's internal token is created here, once, and never written again. Pure: the token is an argument.
+The namespace's internal token is created here, once, and never written again; a Secret of somebody else that has its
+name is left alone. Pure: the token is an argument.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ from paceline_operator.planner.status import (
     stalled,
     status_change,
 )
+from paceline_operator.planner.token import NOT_FOUND, hash_of, token_of, with_token_hash
 
 FLEET_ROLE = "router"
 PORTS = {PORT_HTTP: ROUTER_HTTP_PORT, PORT_ADMIN: ROUTER_ADMIN_PORT, PORT_METRICS: ROUTER_METRICS_PORT}
@@ -100,7 +102,8 @@ def plan_fleet(observed: FleetObserved, now: float, settings: PlanSettings) -> P
     if router is None and not referring:
         return Plan(actions=difference([], observed.children))
     spec, blocker = _spec(router)
-    if spec is None:
+    blocker = blocker or _token_problem(observed)
+    if spec is None or (blocker is not None and _deployment(observed) is None):
         return _finish(observed, router, Rollout(0, None, _deployment(observed), observed.pods), (), blocker, now)
     owners = [owner_reference(item, controller=False) for item in _sorted(referring)]
     if router is not None:
@@ -111,7 +114,7 @@ def plan_fleet(observed: FleetObserved, now: float, settings: PlanSettings) -> P
     rollout = Rollout(
         spec.replicas or 1, config_hash_of(deployment["spec"]["template"]), _deployment(observed), observed.pods
     )
-    return _finish(observed, router, rollout, actions, _missing_tenant(observed, spec), now)
+    return _finish(observed, router, rollout, actions, blocker or _missing_tenant(observed, spec), now)
 
 
 def _spec(router: Manifest | None) -> tuple[RouterSpec | None, Verdict | None]:
@@ -123,6 +126,11 @@ def _spec(router: Manifest | None) -> tuple[RouterSpec | None, Verdict | None]:
         return None, stalled("InvalidSpec", f"{error}; correct the field and apply again")
     assert isinstance(parsed, Router)
     return parsed.spec, None
+
+
+def _token_problem(observed: FleetObserved) -> Verdict | None:
+    problem = token_of(observed.token_secret).problem
+    return None if problem is None or problem[0] == NOT_FOUND else stalled(*problem)
 
 
 def _sorted(items: list[Manifest] | tuple[Manifest, ...]) -> list[Manifest]:
@@ -174,14 +182,20 @@ def _token(observed: FleetObserved) -> tuple[Action, ...]:
     intent = child(SECRET, observed.namespace, INTERNAL_TOKEN_SECRET, labels=labels, owners=owners)
     live = observed.token_secret
     if live is None:
-        data = {INTERNAL_TOKEN_KEY: base64.b64encode(observed.new_token.encode()).decode()}
+        data = {INTERNAL_TOKEN_KEY: _encoded(observed.new_token)}
         return (Create({**sealed(intent), "type": "Opaque", "data": data}),)
+    if token_of(live).problem is not None:
+        return ()
     intent = sealed(intent)
     if covers(live, intent):
         return ()
     # The uid makes the API server refuse the apply if the Secret is gone: an apply must never create it empty.
     metadata = {**intent["metadata"], "uid": live["metadata"]["uid"]}
     return (Apply({**intent, "metadata": metadata}),)
+
+
+def _encoded(token: str) -> str:
+    return base64.b64encode(token.encode()).decode()
 
 
 class _Fleet:
@@ -241,7 +255,9 @@ class _Fleet:
 
     def _deployment(self) -> Manifest:
         current = pods.Pin(pods.TEMPLATE_VERSION, self._settings.image_router)
-        pin, template = pods.pinned(_deployment(self._observed), self._template, current)
+        live = _deployment(self._observed)
+        pin, template = pods.pinned(live, self._template, current)
+        template = with_token_hash(template, live, self._token_hash(live))
         deployment = self._child(
             DEPLOYMENT,
             spec={
@@ -255,6 +271,11 @@ class _Fleet:
         )
         deployment["metadata"]["annotations"] = pin.annotations()
         return deployment
+
+    def _token_hash(self, live: Manifest | None) -> str:
+        if self._observed.token_secret is None and live is None:
+            return hash_of(_encoded(self._observed.new_token))
+        return token_of(self._observed.token_secret).hash
 
     def _template(self, pin: pods.Pin) -> Manifest:
         pairs = [pods.tmp_volume(), pods.token_volume()]

@@ -23,6 +23,7 @@ from paceline_operator.planner.status import (
     stalled,
     status_change,
 )
+from paceline_operator.planner.token import NOT_FOUND
 
 
 def router_of(service: Manifest) -> str:
@@ -41,16 +42,19 @@ def plan_service(observed: ServiceObserved, now: float, settings: PlanSettings) 
     service, blocker = _parsed(observed.manifest)
     store, store_blocker = _store(service, observed)
     blocker = blocker or store_blocker
+    live = _deployment(observed)
+    if live is None and blocker is None:
+        # Pods could not start without the token, and would be rolled when it comes.
+        blocker = _token_problem(observed)
     if service is None or blocker is not None:
-        live = _deployment(observed)
         wanted = int(dig(live, "spec", "replicas") or 0)
         return _finish(observed, Rollout(wanted, None, live, observed.pods), (), blocker, now)
     desired = EngineChildren(observed, service, store, settings).render()
     actions = difference(desired, observed.children)
     deployment = next(item for item in desired if item["kind"] == DEPLOYMENT.kind)
     template_hash = config_hash_of(deployment["spec"]["template"])
-    rollout = Rollout(wanted_replicas(service), template_hash, _deployment(observed), observed.pods)
-    verdict = _name_taken(observed) or _failed(observed.errors)
+    rollout = Rollout(wanted_replicas(service), template_hash, live, observed.pods)
+    verdict = _name_taken(observed) or _token_problem(observed) or _failed(observed.errors)
     return _finish(observed, rollout, actions, verdict, now)
 
 
@@ -90,6 +94,15 @@ def _name_taken(observed: ServiceObserved) -> Verdict | None:
         "ServedNameTaken",
         f"InferenceService {owner} is older and serves {name!r} on the same router; set another spec.model.servedName",
     )
+
+
+def _token_problem(observed: ServiceObserved) -> Verdict | None:
+    if observed.token.problem is None:
+        return None
+    reason, message = observed.token.problem
+    if reason != NOT_FOUND:
+        return stalled(reason, message)
+    return reconciling(reason, message) if _deployment(observed) is None else None
 
 
 def _age(manifest: Manifest) -> tuple[str, str]:

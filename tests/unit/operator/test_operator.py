@@ -466,6 +466,39 @@ def test_the_token_survives_a_race_of_two_creators(cluster, start):
     assert cluster.token["data"] == {"token": "Zmlyc3Q="}
 
 
+def test_a_secret_of_somebody_else_is_not_taken_over_and_told(cluster, start):
+    foreign = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "paceline-internal", "namespace": NAMESPACE}}
+    cluster.store.create({**foreign, "data": {"password": "c2VjcmV0"}})
+    start()
+    cluster.put(service())
+    found = wait_until(
+        "the condition says so",
+        lambda: condition({"status": {"conditions": []}, **cluster.get(INFERENCE_SERVICE, "chat")}, "Ready"),
+    )
+    assert found["reason"] == "NameTaken"
+    assert "Secret paceline-internal exists already and is not of Paceline" in found["message"]
+    assert "ownerReferences" not in cluster.token["metadata"]
+    assert cluster.token["data"] == {"password": "c2VjcmV0"}
+    cluster.store.delete(SECRET, NAMESPACE, "paceline-internal")
+    become_ready(cluster)
+    assert list(cluster.token["data"]) == ["token"]
+
+
+def test_a_deleted_token_is_made_anew_at_once_and_everything_starts_again_with_it(cluster, start):
+    operator = start()
+    cluster.put(service())
+    settle(cluster, operator)
+    before = {name: cluster.get(DEPLOYMENT, name)["metadata"]["generation"] for name in cluster.names(DEPLOYMENT)}
+    token = cluster.token["data"]["token"]
+    cluster.store.delete(SECRET, NAMESPACE, "paceline-internal")
+    wait_until("the token is back", lambda: cluster.token is not None)
+    settle(cluster, operator)
+    assert cluster.token["data"]["token"] != token
+    after = {name: cluster.get(DEPLOYMENT, name)["metadata"]["generation"] for name in cluster.names(DEPLOYMENT)}
+    assert all(after[name] == before[name] + 1 for name in before), "both fleets are rolled, once"
+    assert ready_status(cluster.get(INFERENCE_SERVICE, "chat")) == "True"
+
+
 def test_figures_alone_wait_for_the_status_interval_and_conditions_do_not(cluster, start):
     operator = start(settings=Settings(resync_s=3600, first_resync_s=3600, status_interval_s=3600))
     cluster.put(router(replicas=2))

@@ -35,8 +35,9 @@ def kinds(**fields):
 
 
 def token_with(uid="uid-secret", owners=()):
-    metadata = {**TOKEN["metadata"], "uid": uid, "ownerReferences": list(owners)}
-    return {**TOKEN, "metadata": metadata}
+    labels = {"app.kubernetes.io/managed-by": "paceline"}
+    metadata = {**TOKEN["metadata"], "uid": uid, "ownerReferences": list(owners), "labels": labels}
+    return {**TOKEN, "metadata": metadata, "tokenHash": "h1"}
 
 
 def test_no_fleet_without_a_reason():
@@ -117,9 +118,22 @@ def test_the_token_is_created_once_with_owners_and_its_data_never_written_again(
     assert "data" not in secrets[0]
     assert "stringData" not in secrets[0]
     assert secrets[0]["metadata"]["uid"] == "uid-secret", "an apply could create it empty"
-    kept = make(**both, token_secret={**secrets[0], "type": "Opaque"}).actions
+    kept = make(**both, token_secret={**secrets[0], "type": "Opaque", "tokenHash": "h1"}).actions
     assert not [item for item in kept if getattr(item, "manifest", {}).get("kind") == "Secret"]
     assert not created(kept)
+
+
+@pytest.mark.parametrize(
+    ("labels", "tokens", "reason"),
+    [({}, "h1", "NameTaken"), ({"app.kubernetes.io/managed-by": "paceline"}, "", "InternalTokenInvalid")],
+)
+def test_a_secret_that_is_not_a_token_of_ours_is_left_alone_and_told(labels, tokens, reason):
+    secret = {**TOKEN, "metadata": {**TOKEN["metadata"], "uid": "u", "labels": labels}, "tokenHash": tokens}
+    refused = make(router=router(), routers=(router(),), token_secret=secret)
+    assert refused.actions == ()
+    assert condition(refused, "Ready")["reason"] == reason
+    assert "paceline-internal" in condition(refused, "Ready")["message"]
+    assert condition(refused, "Stalled")["status"] == "True"
 
 
 def test_fleet_url():

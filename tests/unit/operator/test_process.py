@@ -8,7 +8,8 @@ import urllib.request
 import kopf
 import pytest
 
-from paceline_operator.feed import CHILD_KINDS, OWN_KINDS, WATCHED_KINDS, label_selector
+from paceline_api.kube import SECRET
+from paceline_operator.feed import CHILD_KINDS, OWN_KINDS, WATCHED_KINDS, field_selector, label_selector
 from paceline_operator.handlers import KopfInformer, kopf_settings, registry_for
 from paceline_operator.probes import HealthServer
 
@@ -100,7 +101,10 @@ def test_kopf_settings_bound_every_wait_and_post_nothing():
 def test_only_what_paceline_manages_is_watched_except_for_the_users_own_kinds():
     assert {label_selector(kind) for kind in OWN_KINDS} == {""}
     assert {label_selector(kind) for kind in CHILD_KINDS} == {"app.kubernetes.io/managed-by=paceline"}
-    assert "secrets" not in {kind.plural for kind in WATCHED_KINDS}
+    assert field_selector(SECRET) == "metadata.name=paceline-internal"
+    assert {field_selector(kind) for kind in WATCHED_KINDS if kind != SECRET} == {""}
+    settings = kopf_settings()
+    assert list(settings.watching.field_selectors.values()) == ["metadata.name=paceline-internal"]
 
 
 def test_the_informer_runs_for_a_user_without_a_name(monkeypatch):
