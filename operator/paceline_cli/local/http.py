@@ -162,10 +162,12 @@ class ApiServer:
         manager = request.query_params.get("fieldManager", "")
         if not manager:
             raise Invalid(422, "Invalid", "fieldManager: is required for apply patch")
-        if request.query_params.get("force") not in ("1", "true", "True"):
-            raise Invalid(422, "Invalid", "force: only forced applies are served here; set force=true")
-        write = self._store.apply_status if address.status else self._store.apply
-        return write(body, field_manager=manager)
+        force = request.query_params.get("force") in ("1", "true", "True")
+        if not address.status:
+            return self._store.apply(body, field_manager=manager, force=force)
+        if not force:
+            raise Invalid(422, "Invalid", "force: only forced applies of the status are served here; set force=true")
+        return self._store.apply_status(body, field_manager=manager)
 
     def _merge_patch(self, address: Address, patch: Manifest) -> Manifest:
         """RFC 7386. The version read is a precondition: a writer in between makes a Conflict, not a lost update."""

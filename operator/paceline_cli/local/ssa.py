@@ -6,6 +6,7 @@ shared. Lists are atomic except the list-maps named below, whose items are merge
 merged except those named below.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
@@ -89,6 +90,20 @@ def apply(live: dict[str, Any], owners: Owners, manager: str, intent: dict[str, 
         _remove(result, path, wanted)
     kept = {name: paths for name, paths in others.items() if paths}
     return result, kept | {manager: frozenset(wanted)}
+
+
+def conflicts(live: dict[str, Any], owners: Owners, manager: str, intent: dict[str, Any]) -> list[tuple[str, str]]:
+    """(other manager, field) for each field that an unforced apply by `manager` would take from another."""
+    before = dict(leaves(live))
+    taken = {path for path, value in leaves(intent) if path in before and before[path] != value}
+    return sorted((name, _shown(path)) for name, paths in owners.items() if name != manager for path in paths & taken)
+
+
+def _shown(path: Path) -> str:
+    text = ""
+    for part in path:
+        text += f".{part}" if isinstance(part, str) else "[" + ",".join(f"{k}={json.dumps(v)}" for k, v in part) + "]"
+    return text
 
 
 def changed_by_update(owners: Owners, manager: str, old: Any, new: Any) -> Owners:

@@ -144,8 +144,8 @@ class ObjectStore:
 
     # Writes.
 
-    def apply(self, manifest: Manifest, *, field_manager: str) -> Manifest:
-        """Forced server-side apply of complete intent."""
+    def apply(self, manifest: Manifest, *, field_manager: str, force: bool = True) -> Manifest:
+        """Server-side apply of complete intent; unforced it is a Conflict where it would take another's field."""
         kind = kind_of(manifest)
         key = rules.key_of(manifest, kind)
         body = ssa.without_nulls(rules.body_of(manifest, kind))
@@ -154,7 +154,10 @@ class ObjectStore:
             if old is not None:
                 self._precondition(manifest, old)
             live = rules.body_of(old, kind) if old is not None else {"metadata": {"name": key[1], "namespace": key[0]}}
-            merged, owners = ssa.apply(live, self._owners.get((kind, key), {}), field_manager, _managed(body))
+            owners = self._owners.get((kind, key), {})
+            if not force and (found := ssa.conflicts(live, owners, field_manager, _managed(body))):
+                raise Conflict(409, "Conflict", _conflict_message(found))
+            merged, owners = ssa.apply(live, owners, field_manager, _managed(body))
             return self._save(kind, key, merged, owners)
 
     def apply_status(self, manifest: Manifest, *, field_manager: str) -> Manifest:
@@ -324,3 +327,8 @@ def _managed(body: Manifest) -> Manifest:
     meta = {k: v for k, v in body["metadata"].items() if k not in ("name", "namespace")}
     rest = {k: v for k, v in body.items() if k not in ("apiVersion", "kind", "metadata")}
     return rest | ({"metadata": meta} if meta else {})
+
+
+def _conflict_message(found: list[tuple[str, str]]) -> str:
+    fields = "; ".join(f'conflict with "{manager}": {field}' for manager, field in found)
+    return f"Apply failed with {len(found)} conflict{'s' if len(found) > 1 else ''}: {fields}"

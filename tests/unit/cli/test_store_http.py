@@ -132,6 +132,27 @@ def test_server_side_apply_patch_status_and_delete(running: Running, dynamic: Dy
     assert running.store.get(CONFIG_MAP, "ns", "c") is None
 
 
+def test_an_unforced_apply_is_served_unless_it_takes_a_field_of_another(
+    running: Running, dynamic: DynamicClient
+) -> None:
+    maps = dynamic.resources.get(api_version="v1", kind="ConfigMap")
+
+    def apply(manager: str, *, force: bool = False, **data: str) -> dict[str, str]:
+        meta = {"name": "c", "namespace": "ns"}
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data}
+        options = {"field_manager": manager, "force_conflicts": force}
+        return maps.server_side_apply(body=body, name="c", namespace="ns", **options).data.to_dict()
+
+    assert apply("a", x="1", y="1") == {"x": "1", "y": "1"}
+    assert apply("a", x="2") == {"x": "2"}
+    assert apply("b", x="2", z="1") == {"x": "2", "z": "1"}
+    with pytest.raises(ConflictError) as refused:
+        apply("b", x="3", z="1")
+    assert 'Apply failed with 1 conflict: conflict with \\"a\\": .data.x' in str(refused.value)
+    assert running.store.get(CONFIG_MAP, "ns", "c")["data"] == {"x": "2", "z": "1"}
+    assert apply("b", force=True, x="3") == {"x": "3"}
+
+
 def test_no_token_no_answer(running: Running) -> None:
     url = json.loads(running.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
     attempts: list[tuple[str, dict[str, str]]] = [("", {}), ("", {"Authorization": "Bearer wrong"}), ("/via/wrong", {})]

@@ -193,7 +193,10 @@ class _Session:
         text = (
             f"\nReady in {elapsed_s:.1f} s: {url}\n\n{self._plan.invitation()}\n\n"
             f"Objects can be changed while they run: export KUBECONFIG={kubeconfig}\n"
-            "and use kubectl get, patch, delete, or edit and apply --server-side with --validate=false.\n"
+            "and use kubectl get, kubectl delete, kubectl patch --type merge,\n"
+            "or edit the file and kubectl apply --server-side --validate=false -f FILE\n"
+            "(with --force-conflicts where a patch came in between).\n"
+            "Not served here: kubectl scale, client-side apply, other types of patch, the columns of kubectl get.\n"
             f"Logs: {self._runtime.log_dir}\n"
         )
         self._say("ready", text, url=url, kubeconfig=str(kubeconfig), ready_s=round(elapsed_s, 3))

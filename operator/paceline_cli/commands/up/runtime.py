@@ -35,7 +35,8 @@ from paceline_cli.node.pod import PodKey
 from paceline_operator.app import Operator
 from paceline_operator.settings import Settings
 
-FIELD_MANAGER = "paceline-up"
+# As kubectl calls itself: applying an edited file then goes on from here, without a conflict.
+FIELD_MANAGER = "kubectl"
 _SHOWN = (INFERENCE_SERVICE, ROUTER, TENANT, KV_STORE)
 _LOOKED_AT = (*_SHOWN, POD, ENDPOINT_SLICE)
 _LOG_BYTES, _LOG_FILES = 1024 * 1024, 2
