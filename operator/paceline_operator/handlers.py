@@ -96,17 +96,19 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.persistence.finalizer = f"{PRIVATE_PREFIX}/unused"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PRIVATE_PREFIX)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PRIVATE_PREFIX)
-    settings.process.ultimate_exiting_timeout = 5
+    # kopf would kill this whole process, without a word; our own watchdog ends it, says why, and exits with 1.
+    settings.process.ultimate_exiting_timeout = None
     return settings
 
 
 class KopfInformer:
-    """Runs `kopf.operator` in a daemon thread."""
+    """Runs kopf in a daemon thread. Once one of kopf's tasks has ended, it only tries to stop, perhaps for ever."""
 
     def __init__(self, namespace: str | None, sink: Sink, kubeconfig: Path | None = None) -> None:
         self._namespace = namespace
         self._registry = registry_for(sink, kubeconfig)
         self._stop = threading.Event()
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
 
     def start(self) -> None:
@@ -118,7 +120,7 @@ class KopfInformer:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._ending.is_set()
 
     def _run(self) -> None:
         try:
@@ -127,7 +129,8 @@ class KopfInformer:
             log.exception("The informer ended; the process must be started again")
 
     async def _watch(self) -> None:
-        await kopf.operator(
+        before = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
             registry=self._registry,
             settings=kopf_settings(),
             clusterwide=self._namespace is None,
@@ -136,5 +139,8 @@ class KopfInformer:
             # kopf's own default asks for the user's name, which a container's numeric user does not have.
             identity=cast(Any, PRIVATE_PREFIX),
         )
+        for task in tasks:
+            task.add_done_callback(lambda _: self._ending.set())
+        await kopf.run_tasks(tasks, ignored=before)
         # aiohttp closes TLS connections in later turns of the loop.
         await asyncio.sleep(_TLS_CLOSE_S)

@@ -403,3 +403,13 @@ def test_missing_crds_end_the_operator_with_a_clear_line(new_process, control_pl
         assert "does not serve kvstores of paceline.dev: install the CRDs" in operator.log()
     finally:
         install(control_plane, kubectl, again=True)
+
+
+def test_a_crd_that_is_deleted_under_a_running_operator_ends_it_with_a_clear_line(new_process, control_plane, kubectl):
+    operator = new_process().start()
+    kubectl("delete", "crd", "kvstores.paceline.dev")
+    try:
+        assert operator.wait() == 1
+        assert "Stopping: the informer has ended" in operator.log()
+    finally:
+        install(control_plane, kubectl, again=True)

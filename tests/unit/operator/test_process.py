@@ -95,6 +95,7 @@ def test_kopf_settings_bound_every_wait_and_post_nothing():
     assert not settings.posting.enabled
     assert settings.queueing.worker_limit is None
     assert settings.watching.client_timeout > settings.watching.server_timeout > 0
+    assert settings.process.ultimate_exiting_timeout is None, "kopf would kill the process without a word"
     assert isinstance(settings, kopf.OperatorSettings)
 
 
@@ -116,11 +117,16 @@ def test_the_informer_runs_for_a_user_without_a_name(monkeypatch):
 
     asked: dict[str, object] = {}
 
-    async def operator(**options: object) -> None:
+    async def spawn_tasks(**options: object) -> list[object]:
         asked.update(options)
+        return []
+
+    async def run_tasks(*_: object, **__: object) -> None:
+        return None
 
     monkeypatch.setattr(getpass, "getuser", nameless)
-    monkeypatch.setattr(kopf, "operator", operator)
+    monkeypatch.setattr(kopf, "spawn_tasks", spawn_tasks)
+    monkeypatch.setattr(kopf, "run_tasks", run_tasks)
     informer = KopfInformer("models", lambda *_: None)
     informer.start()
     informer.stop(5.0)
