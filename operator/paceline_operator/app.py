@@ -78,6 +78,7 @@ class Operator:
         self._informer = factory(self._feed.event)
         self._stopping = threading.Event()
         self._beats: dict[str, float] = {}
+        self._failure: str | None = None
         self._threads: list[threading.Thread] = []
 
     def _watch_informer(self, sink: Sink) -> WatchInformer:
@@ -103,7 +104,7 @@ class Operator:
 
     def resync(self) -> None:
         """Compares the cache with real lists and looks at every key again. Raises KubeError."""
-        self._feed.resync(self._client, self._settings.namespace)
+        self._feed.resync(self._client, self._settings.namespace, self._resync_beat)
 
     @property
     def idle(self) -> bool:
@@ -115,6 +116,8 @@ class Operator:
         """Why this process should be started again; None while it makes progress."""
         if not self._informer.alive:
             return "the informer has ended"
+        if self._failure is not None:
+            return self._failure
         now = self._clock.monotonic()
         for name, beat in list(self._beats.items()):
             if now - beat > self._settings.heartbeat_timeout_s:
@@ -146,12 +149,29 @@ class Operator:
             self.queue.done(key)
             self.metrics.reconciled(key.kind, result, self._clock.monotonic() - began)
 
+    def _resync_beat(self) -> None:
+        self._beats["resync"] = self._clock.monotonic()
+
+    def _wait(self, seconds: float) -> bool:
+        """True once the operator stops, False after the time. Beats while it waits."""
+        end = self._clock.monotonic() + seconds
+        while (left := end - self._clock.monotonic()) > 0:
+            self._resync_beat()
+            if self._stopping.wait(min(_TICK_S, left)):
+                return True
+        return self._stopping.is_set()
+
     def _resync_forever(self) -> None:
         wait_s = min(self._settings.first_resync_s, self._settings.resync_s)
-        while not self._stopping.wait(wait_s):
+        while not self._wait(wait_s):
             try:
                 self.resync()
             except KubeError as error:
                 log.warning("Resync failed, the next one will tell: %s", error)
+            except Exception as error:
+                # Without resyncs the operator would be wrong and not know it; started again it begins afresh.
+                log.exception("The resync has ended")
+                self._failure = f"the resync has ended: {error!r}"
+                return
             # Spread over +-20 %, so that the operators of many namespaces do not list at the same time.
             wait_s = self._settings.resync_s * (0.8 + 0.4 * self._randomness())

@@ -176,6 +176,10 @@ class _Process:
             log.info("Reconciling %s", self._settings.namespace or "every namespace")
         except KubeError as error:
             self._fail(str(error))
+        except Exception as error:
+            # On its own thread it would leave a leader that does nothing.
+            log.exception("The start failed")
+            self._fail(f"the start failed: {error!r}")
 
     def _fail(self, reason: str) -> NoReturn:
         # Others may lead by now, and a thread may hang in a request: nothing is asked to finish.

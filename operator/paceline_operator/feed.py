@@ -7,7 +7,7 @@ fleets looked at. Must not plan or write.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline_api.kube import (
     CONFIG_MAP,
@@ -26,6 +26,7 @@ from paceline_api.kube import (
     EventType,
     Kind,
     KubeClient,
+    KubeError,
     Manifest,
 )
 from paceline_api.names import INTERNAL_TOKEN_SECRET, MANAGED_BY
@@ -74,23 +75,35 @@ class Feed:
         for version in filter(None, (before, manifest)):
             self._enqueue(keys_for(self._cache, kind, version))
 
-    def resync(self, client: KubeClient, namespace: str | None) -> None:
-        """Real LISTs of every kind; ghosts go, and every key is looked at again. Raises KubeError."""
+    def resync(self, client: KubeClient, namespace: str | None, progress: Callable[[], None] = lambda: None) -> None:
+        """Real LISTs of every kind; ghosts go, and every key is looked at again. `progress` is called now and then.
+
+        A kind that cannot be listed does not hold up the others; raises a KubeError that names every such kind.
+        """
+        errors: list[KubeError] = []
         for kind in WATCHED_KINDS:
-            listed = client.list(
-                kind, namespace, label_selector=label_selector(kind), field_selector=field_selector(kind)
-            )
-
-            def confirm(space: str, name: str, kind: Kind = kind) -> Manifest | None:
-                return client.get(kind, space, name)
-
-            _, ghosts = self._cache.correct(kind, namespace, listed.items, confirm)
-            if ghosts:
-                log.warning("Found %d ghosts of kind %s: their deletion was never reported", len(ghosts), kind.kind)
-                self._metrics.ghosts(kind.kind, len(ghosts))
-            for ghost in ghosts:
-                self._enqueue(keys_for(self._cache, kind, ghost))
+            progress()
+            try:
+                self._correct(client, kind, namespace, progress)
+            except KubeError as error:
+                errors.append(KubeError(error.status, error.reason, f"{kind.plural}: {error.message}"))
         self._enqueue(every_key(self._cache))
+        if errors:
+            raise KubeError(errors[0].status, errors[0].reason, "; ".join(error.message for error in errors))
+
+    def _correct(self, client: KubeClient, kind: Kind, namespace: str | None, progress: Callable[[], None]) -> None:
+        listed = client.list(kind, namespace, label_selector=label_selector(kind), field_selector=field_selector(kind))
+
+        def confirm(space: str, name: str) -> Manifest | None:
+            progress()
+            return client.get(kind, space, name)
+
+        _, ghosts = self._cache.correct(kind, namespace, listed.items, confirm)
+        if ghosts:
+            log.warning("Found %d ghosts of kind %s: their deletion was never reported", len(ghosts), kind.kind)
+            self._metrics.ghosts(kind.kind, len(ghosts))
+        for ghost in ghosts:
+            self._enqueue(keys_for(self._cache, kind, ghost))
 
     def _enqueue(self, keys: set[Key]) -> None:
         for key in sorted(keys):

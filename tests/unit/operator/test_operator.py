@@ -1,6 +1,7 @@
 """The whole operator in one process over the in-memory object store: no kopf, no cluster, real threads."""
 
 import threading
+import time
 from copy import deepcopy
 
 import pytest
@@ -33,7 +34,7 @@ from paceline_api.kube import (
 from paceline_api.names import MANAGED_BY
 from paceline_operator.app import Operator
 from paceline_operator.feed import WATCHED_KINDS
-from paceline_operator.settings import Settings
+from paceline_operator.settings import Clock, Settings
 
 FLEET = "paceline-default-router"
 FAST = Settings(resync_s=3600, first_resync_s=3600, status_interval_s=0.0)
@@ -407,6 +408,69 @@ def test_a_child_deleted_during_a_watch_gap_comes_back_with_the_resync_and_is_co
     operator.resync()
     wait_until("the child is back", lambda: "chat-engine" in cluster.names(CONFIG_MAP))
     assert registry.get_sample_value("paceline_operator_ghosts_total", {"kind": "ConfigMap"}) == 1
+
+
+class Broken:
+    """A client whose list of Roles fails with `error` while it is set."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+        self.error: Exception | None = None
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def list(self, kind, namespace, **options):
+        if kind == ROLE and self.error is not None:
+            raise self.error
+        return self._store.list(kind, namespace, **options)
+
+
+def test_a_kind_that_cannot_be_listed_does_not_hold_up_the_resync_of_the_others(cluster, start):
+    client = Broken(cluster.store)
+    operator = start(client)
+    cluster.put(service())
+    cluster.put(tenant(apiKeySecretRefs=[{"name": "key"}]))
+    wait_until("it says what is missing", lambda: ready_status(cluster.get(TENANT, "team")) == "False")
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "key", "namespace": NAMESPACE}}
+    cluster.store.create({**secret, "data": {"apiKey": "c2VjcmV0"}})
+    client.error = KubeError(403, "Forbidden", "no rights to list")
+    with pytest.raises(KubeError, match="roles: no rights to list"):
+        operator.resync()
+    wait_until("the tenant was looked at", lambda: ready_status(cluster.get(TENANT, "team")) == "True")
+    assert operator.problem is None
+
+
+def test_a_resync_that_breaks_is_a_problem_of_the_process(cluster, start):
+    client = Broken(cluster.store)
+    operator = start(client, settings=Settings(resync_s=1, first_resync_s=0.2))
+    client.error = ValueError("not JSON")
+    wait_until("the process should end", lambda: operator.problem == "the resync has ended: ValueError('not JSON')")
+
+
+def test_a_resync_that_hangs_is_a_problem_of_the_process(cluster, start):
+    now, hang = [0.0], threading.Event()
+
+    class Hanging(Broken):
+        def list(self, kind, namespace, **options):
+            if kind == ROLE and self.error is not None:
+                self.error = None
+                hang.wait(10)
+            return self._store.list(kind, namespace, **options)
+
+    client = Hanging(cluster.store)
+    operator = start(client, settings=Settings(resync_s=1, first_resync_s=0.2), clock=Clock(time.time, lambda: now[0]))
+    client.error = ValueError()
+    now[0] = 1.0
+    wait_until("the list hangs", lambda: client.error is None)
+    try:
+        now[0] = 200.0
+        wait_until(
+            "only the resync makes no progress",
+            lambda: operator.problem == "thread resync has made no progress for 199 s",
+        )
+    finally:
+        hang.set()
 
 
 def test_what_vanished_between_the_first_lists_and_the_watches_is_found_soon(cluster, start):
