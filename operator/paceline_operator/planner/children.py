@@ -36,15 +36,16 @@ from paceline_api.names import (
     short_hash,
 )
 from paceline_api.quantity import parse_duration_s
-from paceline_api.v1alpha1 import InferenceService, KVStore
+from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, RolloutStrategy
 from paceline_operator.planner import pods
-from paceline_operator.planner.engine_args import engine_args
-from paceline_operator.planner.manifests import child, common_labels, owner_reference, text_hash
+from paceline_operator.planner.engine_args import engine_args, store_memory_of
+from paceline_operator.planner.manifests import child, common_labels, dig, owner_reference, text_hash
 from paceline_operator.planner.model import PlanSettings, ServiceObserved
 from paceline_operator.planner.token import with_token_hash
 
 ROLE = "engine"
+ENGINE_CONTAINER = "engine"
 PORTS = {PORT_HTTP: ENGINE_HTTP_PORT, PORT_ADMIN: ENGINE_ADMIN_PORT, PORT_METRICS: ENGINE_METRICS_PORT}
 # Beyond the drain: time for the engine to stop its core process and flush.
 GRACE_BEYOND_DRAIN_S = 30
@@ -76,14 +77,19 @@ def drain_timeout_s(service: InferenceService) -> int:
 
 
 class EngineChildren:
-    """Renders the children of one service. Everything is derived from what is passed in."""
+    """Renders the children of one service. Everything is derived from what is passed in.
+
+    `kv_memory` is None while the service's KVStore is not known: the pod template that runs is kept then.
+    """
 
     def __init__(
-        self, observed: ServiceObserved, service: InferenceService, store: KVStore | None, settings: PlanSettings
+        self, observed: ServiceObserved, service: InferenceService, kv_memory: str | None, settings: PlanSettings
     ) -> None:
         self.service = service
         self._observed = observed
-        self._store = store
+        self._live = next((item for item in observed.children if item["kind"] == DEPLOYMENT.kind), None)
+        self._keeps = kv_memory is None
+        self._kv_memory = self._running_kv_memory() if kv_memory is None else kv_memory
         self._settings = settings
         self._name = engine_name(service.metadata.name)
         self._namespace = str(observed.manifest["metadata"]["namespace"])
@@ -98,8 +104,8 @@ class EngineChildren:
     def render(self) -> list[Manifest]:
         """Every child, in no particular order."""
         children = [self._child(SERVICE_ACCOUNT, automountServiceAccountToken=False), self._service()]
-        if self.service.spec.model.chat_template is not None:
-            children.append(self._child(CONFIG_MAP, data={CHAT_TEMPLATE_KEY: self.service.spec.model.chat_template}))
+        if (chat_template := self._chat_template()) is not None:
+            children.append(self._child(CONFIG_MAP, data={CHAT_TEMPLATE_KEY: chat_template}))
         if wanted_replicas(self.service) >= 2:
             children.append(self._child(POD_DISRUPTION_BUDGET, spec=pods.disruption_budget_spec(self._selector)))
         children.append(self._deployment())
@@ -107,6 +113,14 @@ class EngineChildren:
 
     def _child(self, kind: Kind, **content: object) -> Manifest:
         return child(kind, self._namespace, self._name, labels=self._labels, owners=self._owners, **content)
+
+    def _chat_template(self) -> str | None:
+        wanted = self.service.spec.model.chat_template
+        if wanted is not None or not self._keeps:
+            return wanted
+        # A pod template that is kept may still mount it.
+        live = next((item for item in self._observed.children if item["kind"] == CONFIG_MAP.kind), None)
+        return dig(live, "data", CHAT_TEMPLATE_KEY)
 
     def _service(self) -> Manifest:
         # Ports by name, so that EndpointSlices carry each pod's real ones. The admin port stays inside the pod network.
@@ -117,10 +131,13 @@ class EngineChildren:
         return self._child(SERVICE, spec={"type": "ClusterIP", "selector": self._selector, "ports": exposed})
 
     def _deployment(self) -> Manifest:
-        live = next((item for item in self._observed.children if item["kind"] == DEPLOYMENT.kind), None)
         current = pods.Pin(pods.TEMPLATE_VERSION, self._settings.image_engine)
-        pin, template = pods.pinned(live, self._template, current)
-        template = with_token_hash(template, live, self._observed.token.hash)
+        pin, template = pods.pinned(self._live, self._template, current)
+        template = with_token_hash(template, self._live, self._observed.token.hash)
+        if self._keeps and self._live is not None:
+            running = self._live["spec"]["template"]
+            if pods.config_hash_of(running) != pods.config_hash_of(template):
+                pin, template = pods.pin_of(self._live) or current, running
         deployment = self._child(
             DEPLOYMENT,
             spec={
@@ -135,6 +152,11 @@ class EngineChildren:
         deployment["metadata"]["annotations"] = self._model_annotations | pin.annotations()
         deployment["metadata"]["labels"] = self._labels | self._model_labels
         return deployment
+
+    def _running_kv_memory(self) -> str:
+        containers: list[Manifest] = dig(self._live, "spec", "template", "spec", "containers") or []
+        arguments = [item.get("args") or [] for item in containers if item["name"] == ENGINE_CONTAINER]
+        return store_memory_of(arguments[0] if arguments else [])
 
     def _rolling_update(self) -> Manifest:
         rollout = self.service.spec.rollout
@@ -160,10 +182,10 @@ class EngineChildren:
     def _container(self, pin: pods.Pin, mounts: list[Manifest]) -> Manifest:
         drain_s = drain_timeout_s(self.service)
         container: Manifest = {
-            "name": "engine",
+            "name": ENGINE_CONTAINER,
             "image": self._engine.image or pin.image,
             "command": ["paceline-engine"],
-            "args": ["serve", *engine_args(self.service, self._store, PORTS, drain_s)],
+            "args": ["serve", *engine_args(self.service, self._kv_memory, PORTS, drain_s)],
             "env": [*pods.base_env(PORTS), {"name": "PACELINE_CACHE_DIR", "value": MODEL_CACHE_DIR}],
             "ports": pods.ports(PORTS),
             "securityContext": pods.container_security(),

@@ -6,18 +6,19 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR
 from paceline_api.v1alpha1 import InferenceService, KVStore
 from paceline_api.v1alpha1.inference_service import EngineSpec
 from paceline_operator.planner.pods import literal, port_flags, token_flag
 
+_STORE_MEMORY = "--kv-store-memory"
 # Flags that tie the engine to its Service, probes and volumes: another value would only break the pod.
 RESERVED_FLAGS = frozenset(
     {
         "--model", "--served-model-name", "--host", "--port", "--admin-port", "--metrics-port",
-        "--internal-token-file", "--cache-dir", "--chat-template", "--drain-timeout", "--kv-store-memory",
+        "--internal-token-file", "--cache-dir", "--chat-template", "--drain-timeout", _STORE_MEMORY,
     }
 )  # fmt: skip
 
@@ -40,7 +41,18 @@ def extra_args_problem(service: InferenceService) -> str | None:
     return None
 
 
-def engine_args(service: InferenceService, store: KVStore | None, ports: Mapping[str, int], drain_s: int) -> list[str]:
+def store_memory(store: KVStore | None) -> str:
+    """What each engine keeps of KV in memory for its store."""
+    return store.spec.memory.capacity if store and store.spec.memory else "0"
+
+
+def store_memory_of(arguments: Sequence[str]) -> str:
+    """The same, of engines that run with these arguments."""
+    values = [argument.split("=", 1)[1] for argument in arguments if argument.startswith(f"{_STORE_MEMORY}=")]
+    return values[0] if values else "0"
+
+
+def engine_args(service: InferenceService, kv_memory: str, ports: Mapping[str, int], drain_s: int) -> list[str]:
     """Arguments of `paceline-engine serve`. An extra argument takes the place of a default of the same name."""
     engine = service.spec.engine or EngineSpec()
     extra = [literal(argument) for argument in engine.extra_args or []]
@@ -52,7 +64,7 @@ def engine_args(service: InferenceService, store: KVStore | None, ports: Mapping
         token_flag(),
         f"--cache-dir={MODEL_CACHE_DIR}",
         f"--drain-timeout={drain_s}s",
-        f"--kv-store-memory={store.spec.memory.capacity if store and store.spec.memory else '0'}",
+        f"{_STORE_MEMORY}={kv_memory}",
     ]
     if service.spec.model.chat_template is not None:
         fixed.append(f"--chat-template={CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}")

@@ -47,16 +47,21 @@ class Pin:
 
 def pinned(live: Manifest | None, render: Callable[[Pin], Manifest], current: Pin) -> tuple[Pin, Manifest]:
     """The pin to use and the pod template it renders, sealed with its config hash."""
-    annotations: Manifest = dig(live, "metadata", "annotations") or {}
-    version = str(annotations.get(ANNOTATION_TEMPLATE_VERSION, ""))
-    image = str(annotations.get(ANNOTATION_DEFAULT_IMAGE, ""))
-    if version in KNOWN_TEMPLATE_VERSIONS and image:
-        old = Pin(version, image)
+    old = pin_of(live)
+    if old is not None:
         template = with_config_hash(render(old))
         running = dig(live, "spec", "template", "metadata", "annotations", ANNOTATION_CONFIG_HASH)
         if running == config_hash_of(template):
             return old, template
     return current, with_config_hash(render(current))
+
+
+def pin_of(live: Manifest | None) -> Pin | None:
+    """What a Deployment says it was rendered with, as far as this operator knows that version."""
+    annotations: Manifest = dig(live, "metadata", "annotations") or {}
+    version = str(annotations.get(ANNOTATION_TEMPLATE_VERSION, ""))
+    image = str(annotations.get(ANNOTATION_DEFAULT_IMAGE, ""))
+    return Pin(version, image) if version in KNOWN_TEMPLATE_VERSIONS and image else None
 
 
 def with_config_hash(template: Manifest) -> Manifest:

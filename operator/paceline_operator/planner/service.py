@@ -1,6 +1,7 @@
 """Plan of an InferenceService: its children, its conditions. Blockers are an ordered chain; the first one decides.
 
-While a service is blocked its children stay as they are: an invalid change never takes a working fleet down. Pure.
+While a spec is invalid its children stay as they are: an invalid change never takes a working fleet down. While only
+its KVStore is missing, engines that run keep their pod template, and everything else is maintained. Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from paceline_api.names import DEFAULT_ROUTER, engine_name
 from paceline_api.v1alpha1 import InferenceService, KVStore
 from paceline_api.validation import InvalidObject, parse
 from paceline_operator.planner.children import ROLE, EngineChildren, selector_text, wanted_replicas
-from paceline_operator.planner.engine_args import extra_args_problem
+from paceline_operator.planner.engine_args import extra_args_problem, store_memory
 from paceline_operator.planner.manifests import being_deleted, difference, dig
 from paceline_operator.planner.model import Action, Plan, PlanSettings, ServiceObserved
 from paceline_operator.planner.pods import config_hash_of
@@ -41,20 +42,20 @@ def plan_service(observed: ServiceObserved, now: float, settings: PlanSettings) 
         return Plan()
     service, blocker = _parsed(observed.manifest)
     store, store_blocker = _store(service, observed)
-    blocker = blocker or store_blocker
     live = _deployment(observed)
-    if live is None and blocker is None:
+    if live is None:
         # Pods could not start without the token, and would be rolled when it comes.
-        blocker = _token_problem(observed)
+        blocker = blocker or store_blocker or _token_problem(observed)
     if service is None or blocker is not None:
         wanted = int(dig(live, "spec", "replicas") or 0)
         return _finish(observed, Rollout(wanted, None, live, observed.pods), (), blocker, now)
-    desired = EngineChildren(observed, service, store, settings).render()
+    kv_memory = None if store_blocker else store_memory(store)
+    desired = EngineChildren(observed, service, kv_memory, settings).render()
     actions = difference(desired, observed.children)
     deployment = next(item for item in desired if item["kind"] == DEPLOYMENT.kind)
     template_hash = config_hash_of(deployment["spec"]["template"])
     rollout = Rollout(wanted_replicas(service), template_hash, live, observed.pods)
-    verdict = _name_taken(observed) or _token_problem(observed) or _failed(observed.errors)
+    verdict = store_blocker or _name_taken(observed) or _token_problem(observed) or _failed(observed.errors)
     return _finish(observed, rollout, actions, verdict, now)
 
 

@@ -419,6 +419,21 @@ def test_a_missing_kv_store_heals_by_itself_so_it_is_reconciling():
     assert "Deployment" in children(manifest, kv_store=store())
 
 
+def test_while_its_kv_store_is_gone_a_running_service_is_maintained_and_not_rolled():
+    manifest = service(kvStoreRef={"name": "shared"})
+    intents = children(manifest, kv_store=store())
+    state = observed(manifest, children=rolled_out(live(intents.values())))
+    assert reasons(plan(state, NOW, SETTINGS)) == ("False", "KVStoreNotFound")
+    assert plan(state, NOW, SETTINGS).actions == ()
+    without_service = tuple(item for item in state.children if item["kind"] != "Service")
+    repaired = applied(plan(replace(state, children=without_service), NOW, SETTINGS).actions)
+    assert repaired == {"Service": intents["Service"]}
+    scaled = service(kvStoreRef={"name": "shared"}, replicas=3, engine={"blockSize": 32})
+    deployment = applied(plan(replace(state, manifest=scaled), NOW, SETTINGS).actions)["Deployment"]
+    assert deployment["spec"]["replicas"] == 3
+    assert deployment["spec"]["template"] == intents["Deployment"]["spec"]["template"]
+
+
 def test_the_older_of_two_services_keeps_a_served_name():
     old = service("old", created="2024-01-01T00:00:00Z", model={"source": "file:///m", "servedName": "m"})
     new = service("new", created="2024-01-02T00:00:00Z", model={"source": "file:///m", "servedName": "m"})
