@@ -155,7 +155,9 @@ class EngineChildren:
 
     def _running_kv_memory(self) -> str:
         containers: list[Manifest] = dig(self._live, "spec", "template", "spec", "containers") or []
-        arguments = [item.get("args") or [] for item in containers if item["name"] == ENGINE_CONTAINER]
+        arguments: list[list[str]] = [
+            item["args"] for item in containers if item["name"] == ENGINE_CONTAINER and "args" in item
+        ]
         return store_memory_of(arguments[0] if arguments else [])
 
     def _rolling_update(self) -> Manifest:
