@@ -215,7 +215,7 @@ class CoreClient:
                 case StepOutputs():
                     self._dispatch(message)
                 case CoreReady():
-                    # The core connects its inbox before the socket this came through: both are connected.
+                    # Sent only once the core's inbox is connected, through its outbox: nobody needs the paths any more.
                     self._process.forget_paths()
                     if not self.ready.done():
                         self.ready.set_result(message)

@@ -43,6 +43,7 @@ PARENT_CHECK_SECONDS = 0.5
 MAX_MESSAGES_PER_STEP = 4096
 CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
 _PR_SET_PDEATHSIG = 1
+CONNECT_TIMEOUT_MS = 30_000
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
     begin = time.monotonic()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    monitor = inbox.get_monitor_socket(zmq.EVENT_CONNECTED)
     inbox.connect(address_in)
     outbox.connect(address_out)
     decoder = msgspec.msgpack.Decoder(ToCore)
@@ -171,6 +173,10 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
 
     try:
         core = build_core(config)
+        # The API process removes the sockets' paths when it hears "ready"; a connection still to be made would be lost.
+        if not monitor.poll(CONNECT_TIMEOUT_MS):
+            raise ValueError("the API process can't be reached; start the engine again")
+        inbox.disable_monitor()
         send(_ready(core, time.monotonic() - begin))
         CoreLoop(core, receive, send).run()
     except Exception as error:
