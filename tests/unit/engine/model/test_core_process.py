@@ -40,12 +40,14 @@ DEADLINE = 60.0
 class CoreClient:
     """What the API process does, without HTTP: binds both sockets, sends, receives with a deadline."""
 
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, *, inbox_bound: bool = True) -> None:
         self._context = zmq.Context()
         self.to_core = self._context.socket(zmq.PUSH)
         self.from_core = self._context.socket(zmq.PULL)
         addresses = [f"ipc://{folder}/{name}" for name in ("in", "out")]
-        self.to_core.bind(addresses[0])
+        self.inbox_address = addresses[0]
+        if inbox_bound:
+            self.to_core.bind(addresses[0])
         self.from_core.bind(addresses[1])
         self.process = spawn(config, *addresses)
 
@@ -154,6 +156,20 @@ def test_shutdown_ends_live_requests_and_the_process(simulated, tmp_path):
         core.send(Shutdown())
         assert core.finish("a")[1] == {"a": "abort"}
         assert core.process.wait(DEADLINE) == 0
+
+
+def test_the_core_is_not_ready_before_it_can_be_reached(simulated, tmp_path):
+    core = CoreClient(simulated, tmp_path, inbox_bound=False)
+    try:
+        assert not core.from_core.poll(3000), "ready, although nothing can be sent to it"
+        core.to_core.bind(core.inbox_address)
+        assert isinstance(core.receive(), CoreReady)
+        for path in tmp_path.iterdir():
+            path.unlink()
+        core.add("a", [1, 2, 3], 4)
+        assert core.finish("a")[1] == {"a": "length"}
+    finally:
+        core.close()
 
 
 def test_a_model_that_cannot_be_loaded_is_one_clear_line(tmp_path):
