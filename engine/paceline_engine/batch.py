@@ -34,11 +34,11 @@ class BlockTables:
             row = self._row_of.pop(request_id, None)
             if row is not None:
                 self._free_rows.append(row)
+        for admitted in plan.admitted:
+            row = self._free_rows.pop()
+            self._row_of[admitted.request_id] = row
+            self._num_blocks[row] = 0
         for item in plan.scheduled:
-            if item.fresh_row:
-                row = self._free_rows.pop()
-                self._row_of[item.request_id] = row
-                self._num_blocks[row] = 0
             if item.new_block_ids:
                 row = self._row_of[item.request_id]
                 begin = self._num_blocks[row]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -28,6 +30,9 @@ from paceline_engine.config import EngineConfig
 from paceline_engine.messages import (
     AbortRequest,
     AddRequest,
+    Command,
+    CommandName,
+    CommandResult,
     CoreFailed,
     CoreReady,
     CoreStats,
@@ -43,6 +48,7 @@ MAX_DIRECTORY_BYTES = 90
 # What the core sent before it died is read for this long after its exit.
 LAST_WORDS_SECONDS = 0.2
 KILL_AFTER_SECONDS = 5.0
+MAX_COMMANDS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +153,8 @@ class CoreClient:
         self._exited: asyncio.Future[int] = loop.create_future()
         self.stats = CoreStats()
         self._last_heard = clock()
+        self._commands: dict[str, asyncio.Future[CommandResult]] = {}
+        self._command_ids = itertools.count()
         self._stopping = False
         self._failure: str | None = None
         self._reader = loop.create_task(self._read())
@@ -185,6 +193,23 @@ class CoreClient:
         """End every live request; consumers see the core's "abort"."""
         for request_id in list(self._streams):
             self._send(AbortRequest(request_id=request_id))
+
+    async def command(self, name: CommandName, **arguments: str) -> dict[str, Any]:
+        """Have the core do something between two steps; its answer. Raises CoreError if it can't, or is gone."""
+        if self.dead.done() or not self.ready.done():
+            raise CoreError("the engine core is not running")
+        if len(self._commands) >= MAX_COMMANDS:
+            raise CoreError(f"{len(self._commands)} commands wait for the engine core: try again later")
+        command = Command(command_id=str(next(self._command_ids)), name=name, arguments=arguments)
+        answer = self._commands[command.command_id] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        try:
+            result = await answer
+        finally:
+            self._commands.pop(command.command_id, None)
+        if result.error is not None:
+            raise CoreError(result.error)
+        return result.values
 
     async def stop(self) -> None:
         """Ask the core to leave, kill it if it doesn't, end what is live."""
@@ -229,7 +254,14 @@ class CoreClient:
             stream = self._streams.pop(output.request_id, None) if done else self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(Arrival(output, self._last_heard))
+        for result in step.results:
+            self._answer(result)
         self._on_stats(step.stats)
+
+    def _answer(self, result: CommandResult) -> None:
+        answer = self._commands.get(result.command_id)
+        if answer is not None and not answer.done():
+            answer.set_result(result)
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: the only portable wait for a child that no signal handler can disturb."""
@@ -251,5 +283,7 @@ class CoreClient:
         for request_id in list(self._streams):
             output = RequestOutput(request_id=request_id, finish_reason="error", error=reason)
             self._streams.pop(request_id).put(Arrival(output, self._clock()))
+        for command_id in list(self._commands):
+            self._answer(CommandResult(command_id=command_id, error=reason))
         if not self._stopping:
             logger.error("%s", reason)

@@ -28,6 +28,8 @@ from paceline_engine.core_setup import Core, build_core
 from paceline_engine.messages import (
     AbortRequest,
     AddRequest,
+    Command,
+    CommandResult,
     CoreFailed,
     CoreReady,
     CoreStats,
@@ -71,29 +73,34 @@ class CoreLoop:
     def run(self) -> None:
         """Step until Shutdown; requests that live then end with "abort"."""
         while not self._stopping:
-            outputs = self._drain(0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS)
+            outputs, results = self._drain(0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS)
             if self._stopping:
                 outputs += self._scheduler.abort_all()
             elif self._scheduler.has_work:
                 outputs += self._step()
-            self._send(StepOutputs(outputs=tuple(outputs), stats=self._stats()))
+            self._send(StepOutputs(outputs=tuple(outputs), results=tuple(results), stats=self._stats()))
 
-    def _drain(self, wait_seconds: float) -> list[RequestOutput]:
+    def _drain(self, wait_seconds: float) -> tuple[list[RequestOutput], list[CommandResult]]:
         """Take what has arrived, waiting only for the first message; bounded, so that a flood can't stop the steps."""
         outputs: list[RequestOutput] = []
+        results: list[CommandResult] = []
         for index in range(MAX_MESSAGES_PER_STEP):
             message = self._receive(wait_seconds if index == 0 else 0.0)
             if message is None:
                 break
-            output = self._handle(message)
-            if output is not None:
-                outputs.append(output)
+            answer = self._handle(message)
+            if isinstance(answer, CommandResult):
+                results.append(answer)
+            elif answer is not None:
+                outputs.append(answer)
             if self._stopping:
                 break
-        return outputs
+        return outputs, results
 
-    def _handle(self, message: ToCore) -> RequestOutput | None:
+    def _handle(self, message: ToCore) -> RequestOutput | CommandResult | None:
         match message:
+            case Command():
+                return CommandResult(command_id=message.command_id, error=f"{message.name} is not supported")
             case AddRequest():
                 return self._scheduler.add(message)
             case AbortRequest():

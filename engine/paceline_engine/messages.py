@@ -6,32 +6,70 @@ module, so it must import neither torch nor FastAPI.
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Per-request sampling, normalised once in the API process.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p: in (0, 1]. seed: None draws one in the API process, so the
-    core always receives an integer for sampled requests.
+    temperature: 0 is greedy. top_k: 0 is off. top_p: in (0, 1]. min_p: in [0, 1]; 0 is off. Penalties as in OpenAI
+    (presence, frequency: in [-2, 2], over output tokens) and Keskar et al., arXiv 1909.05858 (repetition: above 0, over
+    prompt and output). logit_bias: (token id, added to its logit). allowed_token_ids: empty allows all. bad_words:
+    sequences of ids that must not appear in the output. seed: drawn in the API process where the client named none, so
+    the core never draws one. min_tokens: output tokens before which no token may end the output. logprobs: how many
+    alternatives to report beside each output token; None reports nothing, 0 the token's own. prompt_logprobs: likewise
+    for prompt tokens.
     """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """A compiled grammar. `key` is a digest of kind, source and tokenizer; `grammar` is xgrammar's serialised form.
+
+    Requests with equal keys share the loaded grammar.
+    """
+
+    key: str
+    grammar: bytes
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
-    """One accepted request. `salt` isolates tenants' cached KV; it is part of the first block's hash."""
+    """One accepted request.
+
+    salt: isolates tenants' cached KV; part of the first block's hash. priority: lower runs first, as in vLLM.
+    ttft_s, e2e_s: seconds from arrival by which the first and the last token must be out; None is no limit. adapter:
+    name of a loaded LoRA adapter. traffic_class: what speculation is switched by.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     salt: str = ""
+    priority: int = 0
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    adapter: str | None = None
+    constraint: Constraint | None = None
+    traffic_class: str = ""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -40,21 +78,52 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_id: str
 
 
+CommandName = Literal["reset_prefix_cache", "sleep", "wake", "load_adapter", "unload_adapter", "explain"]
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
+    """Something to do between two steps that is no request. Answered by one CommandResult with the same id."""
+
+    command_id: str
+    name: CommandName
+    arguments: dict[str, str] = {}
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Leave the loop after the current step."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithm of a token's probability before temperature and cuts, and the likeliest alternatives.
+
+    rank: 1 for the likeliest token. top: (token id, logprob), likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step yields for one request.
 
-    finish_reason is None while the request runs, then exactly once one of "stop", "length", "abort", "error".
-    error carries the message for "error".
+    finish_reason is None while the request runs, then exactly once one of "stop", "length", "deadline", "abort",
+    "error". error carries the message for "error". logprobs stand beside new_token_ids where they were asked for.
+    prompt_logprobs come once, with the first token: one entry a prompt token, None for the first. num_cached_tokens:
+    prompt tokens whose KV was found, not computed. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
+    this step.
     """
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,11 +142,35 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_store_bytes: int = 0
 
 
+class KVEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of what the prefix cache can find. Sequence numbers of one core are 0, 1, 2, ... without a gap.
+
+    "stored": block_hashes are new, the first one's parent is parent_hash (None: a root), token_ids are all their
+    tokens. "removed": block_hashes can't be found any more. "cleared": nothing can.
+    """
+
+    sequence: int
+    kind: Literal["stored", "removed", "cleared"]
+    block_hashes: tuple[bytes, ...] = ()
+    parent_hash: bytes | None = None
+    token_ids: tuple[int, ...] = ()
+
+
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A command's answer: values, or one line that says why it could not be done."""
+
+    command_id: str
+    values: dict[str, Any] = {}
+    error: str | None = None
+
+
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """Outputs of one step. Sent without outputs as the heartbeat of an idle core (at least once a second)."""
 
     outputs: tuple[RequestOutput, ...] = ()
     stats: CoreStats = CoreStats()
+    kv_events: tuple[KVEvent, ...] = ()
+    results: tuple[CommandResult, ...] = ()
 
 
 class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -96,5 +189,5 @@ class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
 
 
-ToCore = AddRequest | AbortRequest | Shutdown
+ToCore = AddRequest | AbortRequest | Command | Shutdown
 FromCore = StepOutputs | CoreReady | CoreFailed

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline_engine.core.outputs import SampledToken, ScheduledRequest
+from paceline_engine.core.outputs import ScheduledRequest, StepResult
+from paceline_engine.messages import SamplingParams
 
 # Below this the softmax is a one-hot within float32, and logits / T may overflow.
 MIN_TEMPERATURE = 1e-5
@@ -69,20 +70,22 @@ def _keep_likely(scaled: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor
     return torch.full_like(scaled, -torch.inf).scatter_(0, token_ids, values)
 
 
-def _sample_rows(logits: torch.Tensor, items: Sequence[ScheduledRequest]) -> list[int]:
-    """Draw one token for each row [rows, vocab]; every item has a temperature above MIN_TEMPERATURE."""
-    temperatures = torch.tensor([item.sampling.temperature for item in items], dtype=torch.float32)
+def _sample_rows(logits: torch.Tensor, positions: Sequence[int], params: Sequence[SamplingParams]) -> list[int]:
+    """Draw one token for each row [rows, vocab]; every temperature is above MIN_TEMPERATURE."""
+    temperatures = torch.tensor([sampling.temperature for sampling in params], dtype=torch.float32)
     scaled = logits / temperatures[:, None]
-    for row, item in enumerate(items):
-        scaled[row] = _keep_likely(scaled[row], item.sampling.top_k, item.sampling.top_p)
-    noise = gumbel_noise([item.sampling.seed for item in items], [item.end for item in items], logits.shape[-1])
+    for row, sampling in enumerate(params):
+        scaled[row] = _keep_likely(scaled[row], sampling.top_k, sampling.top_p)
+    noise = gumbel_noise([sampling.seed for sampling in params], positions, logits.shape[-1])
     choices: list[int] = (scaled.double() + noise).argmax(-1).tolist()
     return choices
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, items: Sequence[ScheduledRequest]) -> list[SampledToken]:
-    """One token for each item from its row of `logits` [items, vocab] float32.
+def sample(
+    logits: torch.Tensor, items: Sequence[ScheduledRequest], params: Sequence[SamplingParams]
+) -> list[StepResult]:
+    """One token for each item from its row of `logits` [items, vocab] float32, drawn as `params` says.
 
     A row that isn't finite where it matters yields an error for that request only; the other rows are unaffected.
     """
@@ -93,16 +96,14 @@ def sample(logits: torch.Tensor, items: Sequence[ScheduledRequest]) -> list[Samp
     finite = [-float("inf") < value < float("inf") for value in best]
     drawn = [
         row
-        for row, item in enumerate(items)
-        if finite[row] and item.sampling.temperature >= MIN_TEMPERATURE and item.sampling.top_k != 1
+        for row, sampling in enumerate(params)
+        if finite[row] and sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
     ]
     if drawn:
-        choices = _sample_rows(logits[drawn], [items[row] for row in drawn])
+        choices = _sample_rows(logits[drawn], [items[row].end for row in drawn], [params[row] for row in drawn])
         for row, token_id in zip(drawn, choices, strict=True):
             token_ids[row] = token_id
     return [
-        SampledToken(item.request_id, token_ids[row])
-        if finite[row]
-        else SampledToken(item.request_id, error=NOT_FINITE)
+        StepResult(item.request_id, (token_ids[row],)) if finite[row] else StepResult(item.request_id, error=NOT_FINITE)
         for row, item in enumerate(items)
     ]

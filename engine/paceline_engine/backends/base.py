@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline_engine.backends.threads import prepare_environment
 from paceline_engine.config import EngineConfig
-from paceline_engine.core.outputs import SampledToken, StepPlan
+from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Backend(Protocol):
     """A device with the model loaded and `num_blocks` KV blocks allocated. Calls come from one thread, in order."""
 
-    def execute(self, plan: StepPlan) -> Sequence[SampledToken]:
-        """Run one step; one SampledToken for each scheduled request with `sample`.
+    def execute(self, plan: StepPlan) -> Sequence[StepResult]:
+        """Run one step; one StepResult for each scheduled request with `sample`.
 
         Trouble with one request is that request's `error`; an exception means that the device can't go on.
         """

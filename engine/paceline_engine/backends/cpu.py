@@ -12,7 +12,7 @@ from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.backends.threads import num_threads
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
-from paceline_engine.core.outputs import SampledToken, ScheduledRequest, StepPlan
+from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import SamplingParams
 from paceline_engine.models.config import ModelConfig
@@ -56,20 +56,15 @@ class CpuBackend:
         """Bytes of offloaded KV, chunk headers included."""
         return self._tier.bytes_used
 
-    def execute(self, plan: StepPlan) -> Sequence[SampledToken]:
+    def execute(self, plan: StepPlan) -> Sequence[StepResult]:
         """Run one step."""
         return self._runner.execute(plan)
 
     def _warm_up(self) -> None:
         """One throw-away token: maps the weights' pages and starts torch's threads before anyone waits for them."""
-        item = ScheduledRequest(
-            request_id="warm-up",
-            token_ids=[0],
-            start=0,
-            new_block_ids=[0],
-            fresh_row=True,
-            sample=True,
-            sampling=SamplingParams(max_tokens=1),
+        admitted = AdmittedRequest(
+            request_id="warm-up", token_ids=(0,), num_prompt_tokens=1, sampling=SamplingParams(max_tokens=1)
         )
-        self._runner.execute(StepPlan(scheduled=(item,)))
+        item = ScheduledRequest(request_id="warm-up", token_ids=[0], start=0, new_block_ids=[0], sample=True)
+        self._runner.execute(StepPlan(admitted=(admitted,), scheduled=(item,)))
         self._runner.execute(StepPlan(released=("warm-up",)))

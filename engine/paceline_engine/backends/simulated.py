@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from paceline_engine.core.kv_manager import SequenceStore
-from paceline_engine.core.outputs import SampledToken, ScheduledRequest, StepPlan
+from paceline_engine.core.outputs import ScheduledRequest, StepPlan, StepResult
 
 
 class SimulatedBackend:
@@ -51,7 +51,7 @@ class SimulatedBackend:
         """Modelled duration of a step."""
         return (self._alpha_ms + self._beta_ms * num_tokens) / 1000.0
 
-    def execute(self, plan: StepPlan) -> Sequence[SampledToken]:
+    def execute(self, plan: StepPlan) -> Sequence[StepResult]:
         """Sleep for the step, then one token for each request that samples."""
         for request_id in plan.released:
             self._context_hashes.pop(request_id, None)
@@ -60,7 +60,7 @@ class SimulatedBackend:
         self._sleep(self.step_seconds(plan.num_tokens))
         contexts = [(item, self._extend_context(item)) for item in plan.scheduled]
         return [
-            SampledToken(item.request_id, self._token(context, item.end)) for item, context in contexts if item.sample
+            StepResult(item.request_id, (self._token(context, item.end),)) for item, context in contexts if item.sample
         ]
 
     def _extend_context(self, item: ScheduledRequest) -> bytes:

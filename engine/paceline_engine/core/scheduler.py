@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from paceline_engine.core.block_pool import BlockPoolError
 from paceline_engine.core.kv_manager import KVManager
-from paceline_engine.core.outputs import SampledToken, ScheduledRequest, StepPlan
+from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.request import Request, RequestStatus
 from paceline_engine.messages import AddRequest, RequestOutput
 
@@ -55,7 +55,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
-        self._fresh_rows: set[str] = set()
+        self._admitted: list[AdmittedRequest] = []
         self._released: list[str] = []
 
     @property
@@ -125,7 +125,8 @@ class Scheduler:
         # were left than it needs to come back.
         self._schedule_waiting(scheduled, budget)
         released, self._released = tuple(self._released), []
-        return StepPlan(scheduled=tuple(scheduled), released=released)
+        admitted, self._admitted = tuple(self._admitted), []
+        return StepPlan(scheduled=tuple(scheduled), admitted=admitted, released=released)
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         index = 0
@@ -195,24 +196,20 @@ class Scheduler:
         self.kv.restore(request)
         request.status = RequestStatus.RUNNING
         self._running.append(request)
-        self._fresh_rows.add(request.request_id)
+        self._admitted.append(_admitted(request))
         return new_block_ids
 
     def _share_of(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> ScheduledRequest:
         start = request.num_computed_tokens
-        fresh_row = request.request_id in self._fresh_rows
-        self._fresh_rows.discard(request.request_id)
         return ScheduledRequest(
             request_id=request.request_id,
             token_ids=request.token_ids[start : start + num_tokens],
             start=start,
             new_block_ids=new_block_ids,
-            fresh_row=fresh_row,
             sample=start + num_tokens == request.num_tokens,
-            sampling=request.sampling,
         )
 
-    def update(self, plan: StepPlan, sampled: Iterable[SampledToken]) -> list[RequestOutput]:
+    def update(self, plan: StepPlan, sampled: Iterable[StepResult]) -> list[RequestOutput]:
         """Book a step's results: tokens join their requests, finished ones give their blocks back.
 
         A stop token is part of the output, as its last token.
@@ -228,16 +225,17 @@ class Scheduler:
                 outputs.append(self._accept(request, results.get(item.request_id)))
         return outputs
 
-    def _accept(self, request: Request, result: SampledToken | None) -> RequestOutput:
+    def _accept(self, request: Request, result: StepResult | None) -> RequestOutput:
         if result is None:
             return self._finish(request, "error", "the device returned no token for this request")
         if result.error is not None:
             return self._finish(request, "error", result.error)
-        request.token_ids.append(result.token_id)
-        reason = self._finish_reason(request, result.token_id)
+        token_id = result.token_ids[-1]
+        request.token_ids.append(token_id)
+        reason = self._finish_reason(request, token_id)
         if reason is None:
-            return RequestOutput(request_id=request.request_id, new_token_ids=(result.token_id,))
-        return self._finish(request, reason, new_token_ids=(result.token_id,))
+            return RequestOutput(request_id=request.request_id, new_token_ids=(token_id,))
+        return self._finish(request, reason, new_token_ids=(token_id,))
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         sampling = request.sampling
@@ -259,7 +257,6 @@ class Scheduler:
             self._released.append(request.request_id)
         else:
             self._waiting.remove(request)
-        self._fresh_rows.discard(request.request_id)
         self.kv.finish(request)
         request.status = RequestStatus.FINISHED
         return RequestOutput(
@@ -276,3 +273,12 @@ class Scheduler:
         if len(self._running) > self.config.max_num_seqs:
             raise BlockPoolError(f"{len(self._running)} running requests, at most {self.config.max_num_seqs} allowed")
         self.kv.check_integrity(queued)
+
+
+def _admitted(request: Request) -> AdmittedRequest:
+    return AdmittedRequest(
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from paceline_engine.core.block_pool import BlockPool, BlockPoolError
 from paceline_engine.core.kv_manager import KVManager, SequenceStore
-from paceline_engine.core.outputs import SampledToken, StepPlan
+from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
 
@@ -45,7 +45,7 @@ def add(
 
 def step(scheduler: Scheduler, token_id: int = 1) -> tuple[StepPlan, list[RequestOutput]]:
     plan = scheduler.schedule()
-    sampled = [SampledToken(item.request_id, token_id) for item in plan.scheduled if item.sample]
+    sampled = [StepResult(item.request_id, (token_id,)) for item in plan.scheduled if item.sample]
     outputs = scheduler.update(plan, sampled)
     scheduler.check_integrity()
     return plan, outputs
@@ -213,7 +213,7 @@ def test_abort_while_a_step_runs_drops_its_result():
     add(scheduler, "a", 3)
     plan = scheduler.schedule()
     scheduler.abort("a")
-    assert scheduler.update(plan, [SampledToken("a", 1)]) == []
+    assert scheduler.update(plan, [StepResult("a", (1,))]) == []
     scheduler.check_integrity()
 
 
@@ -230,7 +230,7 @@ def test_an_error_of_one_request_ends_only_that_one():
     scheduler = make()
     add(scheduler, "a", 3)
     add(scheduler, "b", 3)
-    outputs = scheduler.update(scheduler.schedule(), [SampledToken("a", error="not finite"), SampledToken("b", 1)])
+    outputs = scheduler.update(scheduler.schedule(), [StepResult("a", error="not finite"), StepResult("b", (1,))])
     assert [(o.request_id, o.finish_reason, o.error) for o in outputs] == [
         ("a", "error", "not finite"),
         ("b", None, None),
@@ -272,7 +272,7 @@ def test_a_preempted_request_goes_before_those_that_never_ran():
     assert victim == "b"
     admitted: list[str] = []
     while scheduler.has_work:
-        admitted += [item.request_id for item in step(scheduler)[0].scheduled if item.fresh_row]
+        admitted += [item.request_id for item in step(scheduler)[0].admitted]
     assert admitted[:2] == ["b", "c"]
 
 
@@ -311,7 +311,7 @@ def test_without_a_store_preempted_tokens_are_recomputed():
         item = next((item for item in plan.scheduled if item.request_id == victim), None)
         if item is not None:
             assert item.start == 0
-            assert item.fresh_row
+            assert [admitted.request_id for admitted in plan.admitted] == [victim]
             assert item.num_tokens > 8  # Prompt and the tokens it had sampled.
             return
     raise AssertionError("the victim never came back")
@@ -356,7 +356,7 @@ def test_a_store_that_claims_too_much_is_caught():
 def test_nobody_is_let_in_in_a_step_that_preempts():
     scheduler = make(num_blocks=10, seqs=4)
     plan = run_until_preemption(scheduler, ["a", "b", "c", "d"])
-    assert not any(item.fresh_row for item in plan.scheduled)
+    assert not plan.admitted
 
 
 def test_preemptions_per_finished_request_are_bounded():

@@ -9,7 +9,7 @@ import pytest
 
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
-from paceline_engine.core.outputs import SampledToken, StepPlan
+from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
@@ -71,7 +71,7 @@ class Client:
         plan = self.scheduler.schedule()
         config = self.scheduler.config
         if self.scheduler.num_preemptions > num_preemptions:
-            assert not any(item.fresh_row for item in plan.scheduled), "let in where somebody was just thrown out"
+            assert not plan.admitted, "let in where somebody was just thrown out"
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.scheduled) <= config.max_num_seqs
         assert all(1 <= item.num_tokens <= config.prefill_chunk_tokens for item in plan.scheduled)
@@ -87,8 +87,10 @@ class Client:
         """Follow block tables as a device must: rows need blocks for every token, no block twice."""
         for request_id in plan.released:
             self.tables.pop(request_id, None)
+        fresh = {admitted.request_id for admitted in plan.admitted}
+        assert fresh <= {item.request_id for item in plan.scheduled}
         for item in plan.scheduled:
-            if item.fresh_row:
+            if item.request_id in fresh:
                 assert item.request_id not in self.tables
                 self.tables[item.request_id] = []
             else:
@@ -99,12 +101,12 @@ class Client:
         held = [block_id for table in self.tables.values() for block_id in table]
         assert len(held) == len(set(held))
 
-    def _sample(self, plan: StepPlan) -> list[SampledToken]:
+    def _sample(self, plan: StepPlan) -> list[StepResult]:
         rng = self.rng
         return [
-            SampledToken(item.request_id, error="not finite")
+            StepResult(item.request_id, error="not finite")
             if rng.random() < 0.01
-            else SampledToken(item.request_id, rng.choice((EOS, *range(1, 30))))
+            else StepResult(item.request_id, (rng.choice((EOS, *range(1, 30))),))
             for item in plan.scheduled
             if item.sample
         ]

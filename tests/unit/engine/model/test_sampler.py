@@ -7,25 +7,24 @@ import math
 import pytest
 import torch
 
-from paceline_engine.core.outputs import ScheduledRequest
+from paceline_engine.core.outputs import ScheduledRequest, StepResult
 from paceline_engine.messages import SamplingParams
 from paceline_engine.sampler import _GOLDEN, _mix, gumbel_noise, sample
 
-
-def item(position: int = 5, **sampling) -> ScheduledRequest:
-    return ScheduledRequest(
-        request_id=str(position),
-        token_ids=[1],
-        start=position - 1,
-        new_block_ids=[],
-        fresh_row=False,
-        sample=True,
-        sampling=SamplingParams(max_tokens=100, **sampling),
-    )
+Item = tuple[ScheduledRequest, SamplingParams]
 
 
-def tokens(logits: torch.Tensor, items: list[ScheduledRequest]) -> list[int]:
-    return [result.token_id for result in sample(logits, items)]
+def item(position: int = 5, **sampling) -> Item:
+    share = ScheduledRequest(request_id=str(position), token_ids=[1], start=position - 1, new_block_ids=[], sample=True)
+    return share, SamplingParams(max_tokens=100, **sampling)
+
+
+def results(logits: torch.Tensor, items: list[Item]) -> list[StepResult]:
+    return sample(logits, [share for share, _ in items], [params for _, params in items])
+
+
+def tokens(logits: torch.Tensor, items: list[Item]) -> list[int]:
+    return [result.token_ids[0] for result in results(logits, items)]
 
 
 def draw(logits: list[float], count: int, **sampling) -> list[int]:
@@ -116,10 +115,10 @@ def test_noise_of_neighbouring_seeds_and_positions_is_unrelated():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_fails_alone(bad):
     logits = torch.tensor([[1.0, bad, 0.0], [0.0, 2.0, 0.0], [-math.inf] * 3])
-    results = sample(logits, [item(1), item(2, temperature=1e-9), item(3, temperature=1.0)])
-    assert [result.error is None for result in results] == [False, True, False]
-    assert results[1].token_id == 1
-    assert "isn't finite" in str(results[0].error)
+    answers = results(logits, [item(1), item(2, temperature=1e-9), item(3, temperature=1.0)])
+    assert [answer.error is None for answer in answers] == [False, True, False]
+    assert answers[1].token_ids == (1,)
+    assert "isn't finite" in str(answers[0].error)
 
 
 def test_masked_tokens_are_never_drawn():
