@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
-# The suite that CI requires without a GPU. The kube part runs in a process of its own: it moves into a network
-# namespace. Says what was left out and why; with CI=true a kube, engine or e2e test that is skipped is a failure.
+# The suite that CI requires without a GPU, in three parts: unit tests side by side, a file to a worker; whole processes,
+# which need the cores for themselves; the real control plane, which moves into a network namespace. Says what was left
+# out and why; with CI=true a kube, engine or e2e test that is skipped is a failure.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 started=$SECONDS
 failed=0
+workers=$(nproc)
 
-"$python" -m pytest --durations=10 -m "not kube and not node" tests || failed=1
+"$python" -m pytest --durations=10 --numprocesses $((workers < 4 ? workers : 4)) --dist loadfile \
+  -m "not kube and not node" --ignore=tests/e2e tests || failed=1
+echo
+"$python" -m pytest --durations=10 tests/e2e || failed=1
 echo
 if command -v go >/dev/null || [ -n "${KUBEBUILDER_ASSETS:-}" ] || [ -n "${PACELINE_TEST_KUBECONFIG:-}" ]; then
   "$python" -m pytest --durations=10 -m kube tests/kube || failed=1
