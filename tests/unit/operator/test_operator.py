@@ -344,10 +344,15 @@ def test_a_deleted_token_is_made_anew_at_once_and_everything_starts_again_with_i
     token = cluster.token["data"]["token"]
     cluster.store.delete(SECRET, NAMESPACE, "paceline-internal")
     wait_until("the token is back", lambda: cluster.token is not None)
-    settle(cluster, operator)
     assert cluster.token["data"]["token"] != token
-    after = {name: cluster.get(DEPLOYMENT, name)["metadata"]["generation"] for name in cluster.names(DEPLOYMENT)}
-    assert all(after[name] == before[name] + 1 for name in before), "both fleets are rolled, once"
+    once = {name: generation + 1 for name, generation in before.items()}
+
+    def generations() -> dict[str, int]:
+        return {name: cluster.get(DEPLOYMENT, name)["metadata"]["generation"] for name in cluster.names(DEPLOYMENT)}
+
+    wait_until("both fleets are rolled", lambda: generations() == once)
+    settle(cluster, operator)
+    assert generations() == once, "and only once"
     assert ready_status(cluster.get(INFERENCE_SERVICE, "chat")) == "True"
 
 

@@ -22,7 +22,8 @@ def settle(cluster, operator):
     def quiet() -> bool:
         before = cluster.writes()
         cluster.run_deployments()
-        return operator.idle and cluster.writes() == before and caught_up(cluster, operator)
+        # In this order: what the cache learns is queued after it is in the cache.
+        return caught_up(cluster, operator) and operator.idle and cluster.writes() == before
 
     wait_until("everything has settled", quiet)
 
