@@ -105,11 +105,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+# "invalid": no retry helps. "queue_full", "deadline", "asleep": this engine can't now, another may. "internal": the
+# engine's own fault.
+ErrorKind = Literal["invalid", "queue_full", "deadline", "asleep", "internal"]
+
+
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step yields for one request.
 
     finish_reason is None while the request runs, then exactly once one of "stop", "length", "deadline", "abort",
-    "error". error carries the message for "error". logprobs stand beside new_token_ids where they were asked for.
+    "error". error carries the message for "error" and "deadline", error_kind tells errors apart. A request refused on
+    arrival ends with "error", also where its deadline could not be met; "deadline" cuts one that was accepted and then
+    missed it. logprobs stand beside new_token_ids where they were asked for.
     prompt_logprobs come once, with the first token: one entry a prompt token, None for the first. num_cached_tokens:
     prompt tokens whose KV was found, not computed. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
     this step.
@@ -119,6 +126,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     num_cached_tokens: int = 0
@@ -127,7 +135,14 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduler state after a step. Counters only grow; *_seconds are seconds."""
+    """Scheduler state after a step. Counters only grow; *_seconds are seconds.
+
+    num_free_blocks: held by nobody; num_cached_blocks of them hold KV that a prefix hit would find. prefix_query_tokens
+    and prefix_hit_tokens: of admitted requests' prompts. spec_accepted_per_position: how often the first, second, ...
+    guess was kept. num_deadline_refusals were refused on arrival, num_deadline_misses cut. waiting_reasons: waiting
+    requests by what they wait for. A step of n tokens takes about step_alpha_seconds + step_beta_seconds * n;
+    prefill_tokens_per_second is measured; all three are 0 until known. device: the backend's own counters.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -140,6 +155,22 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_offloaded_sequences: int = 0
     kv_restored_sequences: int = 0
     kv_store_bytes: int = 0
+    num_cached_blocks: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    spec_drafts: int = 0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_per_position: tuple[int, ...] = ()
+    num_deadline_refusals: int = 0
+    num_deadline_misses: int = 0
+    num_queue_refusals: int = 0
+    waiting_reasons: dict[str, int] = {}
+    step_alpha_seconds: float = 0.0
+    step_beta_seconds: float = 0.0
+    prefill_tokens_per_second: float = 0.0
+    asleep: bool = False
+    device: dict[str, float] = {}
 
 
 class KVEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,6 +58,13 @@ class KVManager:
         request.block_ids.extend(block_ids)
         return block_ids
 
+    def grow_if_free(self, request: Request, num_tokens: int) -> list[int]:
+        """Like `grow`, for a caller that has seen to it that the blocks are free."""
+        block_ids = self.grow(request, num_tokens)
+        if block_ids is None:
+            raise BlockPoolError(f"no blocks for request {request.request_id}, although they were counted")
+        return block_ids
+
     def release(self, request: Request) -> None:
         """Give all blocks back, last first, so that a sequence's tail is reused before its head."""
         self.pool.release(reversed(request.block_ids))

@@ -6,13 +6,15 @@ Imports neither tensors nor I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from paceline_engine.messages import Constraint, SamplingParams, TokenLogprobs
 
+# Structs, not dataclasses: one of each is made for every running request in every step. They hold no cycles, so the
+# garbage collector needn't visit them.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmittedRequest:
+
+class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """All that a device keeps of a request while it runs; told once when it begins to run, and anew after preemption.
 
     token_ids: prompt and the output known by now, the first num_prompt_tokens of them the prompt.
@@ -26,8 +28,7 @@ class AdmittedRequest:
     constraint: Constraint | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of `token_ids`, which stand at `start`, `start` + 1, ...
 
     new_block_ids extend the request's block table. The last num_draft_tokens of token_ids are guesses. With sample, the
@@ -59,8 +60,7 @@ class ScheduledRequest:
         return self.start + len(self.token_ids) - self.num_draft_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step. A device applies `released`, then `admitted`, then computes `scheduled`.
 
     released: requests whose device-side rows can go: finished, aborted or preempted. admitted: requests that get a row
@@ -77,13 +77,13 @@ class StepPlan:
         return sum(item.num_tokens for item in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """A device's answer for one request with `sample`: tokens, or one line that says why there are none.
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """A device's answer for one request: tokens where it samples, or one line that says why there are none.
 
-    token_ids: the guesses that were kept, then one token more. logprobs stand beside them, prompt_logprobs beside the
-    prompt tokens of this share that follow another token, where they were asked for. draft_token_ids: guesses for the
-    next step, from a device that drafts.
+    token_ids: the guesses that were kept, then one token more. logprobs stand beside them, where they were asked for.
+    prompt_logprobs: of the prompt tokens that this share's logits predict, positions start + 1 to `end`, so also for
+    shares without `sample`. draft_token_ids: guesses for the next step, from a device that drafts or a grammar that
+    leaves no choice.
     """
 
     request_id: str

@@ -1,15 +1,19 @@
 """One request's life inside the core: tokens, computed length, block table, state.
 
 States: WAITING -> RUNNING -> FINISHED, with RUNNING -> PREEMPTED -> RUNNING any number of times. FINISHED is entered
-once, by `Scheduler`, together with the request's only terminal output. Imports neither tensors nor I/O.
+once, by `Scheduler`, together with the request's only terminal output. What the scheduler asks of a request in every
+step is worked out here once, on arrival. Imports neither tensors nor I/O.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from paceline_engine.messages import AddRequest, SamplingParams
+from paceline_engine.core.outputs import AdmittedRequest
+from paceline_engine.core.spec import NgramIndex
+from paceline_engine.messages import AddRequest, Constraint, SamplingParams, TokenLogprobs
 
 
 class RequestStatus(StrEnum):
@@ -21,34 +25,79 @@ class RequestStatus(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A request and its progress.
 
     token_ids is prompt followed by output. num_computed_tokens counts the leading tokens whose KV is in the blocks of
-    block_ids; the scheduler's whole work is to raise it to len(token_ids).
+    block_ids; the scheduler's whole work is to raise it to len(token_ids). max_total_tokens bounds len(token_ids).
+    arrival numbers requests in the order in which they came. stop_ids: tokens that end the output, once
+    first_stoppable tokens are there. block_hashes: identities of leading full blocks, made once and kept over
+    preemption; num_published_blocks of them can be found by other requests. Deadlines are in the caller's clock.
     """
 
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
+    max_total_tokens: int
+    stop_ids: frozenset[int] = frozenset()
     salt: str = ""
+    priority: int = 0
+    adapter: str | None = None
+    adapter_digest: str = ""
+    constraint: Constraint | None = None
+    traffic_class: str = ""
+    arrival: int = 0
+    arrived_at: float = 0.0
+    ttft_deadline: float | None = None
+    e2e_deadline: float | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list[int])
+    block_hashes: list[bytes] = field(default_factory=list[bytes])
+    num_published_blocks: int = 0
+    may_publish: bool = True
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_offloaded_tokens: int = 0
+    draft_token_ids: Sequence[int] = ()
+    ngrams: NgramIndex | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    wants_prompt_logprobs: bool = False
 
     @classmethod
-    def from_message(cls, message: AddRequest) -> Request:
+    def from_message(
+        cls,
+        message: AddRequest,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        adapter_digest: str = "",
+        arrival: int = 0,
+        now: float = 0.0,
+    ) -> Request:
         """A WAITING request with the prompt as its tokens."""
+        sampling = message.sampling
+        num_prompt_tokens = len(message.prompt_token_ids)
         return cls(
             request_id=message.request_id,
             token_ids=list(message.prompt_token_ids),
-            num_prompt_tokens=len(message.prompt_token_ids),
-            sampling=message.sampling,
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=sampling,
+            max_total_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+            stop_ids=frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))),
             salt=message.salt,
+            priority=message.priority,
+            adapter=message.adapter,
+            adapter_digest=adapter_digest,
+            constraint=message.constraint,
+            traffic_class=message.traffic_class,
+            arrival=arrival,
+            arrived_at=now,
+            ttft_deadline=None if message.ttft_s is None else now + message.ttft_s,
+            e2e_deadline=None if message.e2e_s is None else now + message.e2e_s,
+            wants_prompt_logprobs=sampling.prompt_logprobs is not None,
         )
 
     @property
@@ -66,6 +115,33 @@ class Request:
         """The gap that the scheduler closes. At least 1 while the request is unfinished."""
         return len(self.token_ids) - self.num_computed_tokens
 
-    def max_kv_tokens(self, max_model_len: int) -> int:
+    @property
+    def max_kv_tokens(self) -> int:
         """Most tokens whose KV this request can ever need: the last sampled token's KV is never computed."""
-        return min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len) - 1
+        return self.max_total_tokens - 1
+
+    def accept(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Append tokens up to and with the first that ends the output; how many, and why it ended ("stop", "length").
+
+        A stop token is part of the output, as its last token. It ends nothing before min_tokens others are there.
+        """
+        known, stop_ids = self.token_ids, self.stop_ids
+        first_stoppable = self.num_prompt_tokens + self.sampling.min_tokens
+        for index, token_id in enumerate(token_ids):
+            known.append(token_id)
+            if token_id in stop_ids and len(known) > first_stoppable:
+                return index + 1, "stop"
+            if len(known) >= self.max_total_tokens:
+                return index + 1, "length"
+        return len(token_ids), None
+
+    def admitted(self) -> AdmittedRequest:
+        """What a device is told when the request begins to run, or runs again."""
+        return AdmittedRequest(
+            request_id=self.request_id,
+            token_ids=tuple(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            adapter=self.adapter,
+            constraint=self.constraint,
+        )

@@ -5,66 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from driver import EOS, add, finish_all, make, shares, step
 
-from paceline_engine.core.block_pool import BlockPool, BlockPoolError
-from paceline_engine.core.kv_manager import KVManager, SequenceStore
+from paceline_engine.core.block_pool import BlockPoolError
 from paceline_engine.core.outputs import StepPlan, StepResult
-from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
-from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
-
-EOS = 99
-
-
-def make(
-    *,
-    num_blocks: int = 64,
-    block_size: int = 4,
-    seqs: int = 8,
-    budget: int = 32,
-    chunk: int = 16,
-    max_len: int = 64,
-    max_waiting: int = 100,
-    store: SequenceStore | None = None,
-) -> Scheduler:
-    config = SchedulerConfig(
-        max_num_seqs=seqs,
-        max_num_batched_tokens=budget,
-        prefill_chunk_tokens=chunk,
-        max_model_len=max_len,
-        max_num_waiting=max_waiting,
-    )
-    return Scheduler(config, KVManager(BlockPool(num_blocks), block_size, store), eos_token_ids=(EOS,))
-
-
-def add(
-    scheduler: Scheduler, request_id: str, prompt_len: int, max_tokens: int = 4, **sampling
-) -> RequestOutput | None:
-    params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return scheduler.add(AddRequest(request_id=request_id, prompt_token_ids=(7,) * prompt_len, sampling=params))
-
-
-def step(scheduler: Scheduler, token_id: int = 1) -> tuple[StepPlan, list[RequestOutput]]:
-    plan = scheduler.schedule()
-    sampled = [StepResult(item.request_id, (token_id,)) for item in plan.scheduled if item.sample]
-    outputs = scheduler.update(plan, sampled)
-    scheduler.check_integrity()
-    return plan, outputs
-
-
-def shares(plan: StepPlan) -> dict[str, int]:
-    return {item.request_id: item.num_tokens for item in plan.scheduled}
-
-
-def finish_all(scheduler: Scheduler, max_steps: int = 500) -> dict[str, str | None]:
-    reasons: dict[str, str | None] = {}
-    for _ in range(max_steps):
-        if not scheduler.has_work:
-            return reasons
-        for output in step(scheduler)[1]:
-            if output.finish_reason is not None:
-                assert output.request_id not in reasons
-                reasons[output.request_id] = output.finish_reason
-    raise AssertionError("requests are stuck")
+from paceline_engine.core.scheduler import Scheduler
 
 
 class FakeStore:

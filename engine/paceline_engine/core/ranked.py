@@ -1,0 +1,64 @@
+"""Requests without blocks, best first.
+
+Under "priority" the order is (priority, arrival), lower first, under "fcfs" arrival alone. A preempted request keeps
+its place in that order, which is ahead of everything that came later, so nobody can be overtaken for ever by equals.
+Imports neither tensors nor I/O.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Literal
+
+from paceline_engine.core.request import Request
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+Rank = tuple[int, int]
+
+
+def rank_of(request: Request, policy: SchedulingPolicy) -> Rank:
+    """What requests are ordered by; unique, because arrivals are."""
+    return (request.priority if policy == "priority" else 0, request.arrival)
+
+
+class RankedRequests:
+    """Requests in order of rank. Bounded by its owner; O(log n) to find a place, a memory move to make room."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.policy: SchedulingPolicy = policy
+        self._ranks: list[Rank] = []
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
+
+    def add(self, request: Request) -> None:
+        """Put a request in its place."""
+        rank = rank_of(request, self.policy)
+        index = bisect_left(self._ranks, rank)
+        self._ranks.insert(index, rank)
+        self._requests.insert(index, request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out. Raises KeyError if it isn't in."""
+        index = bisect_left(self._ranks, rank_of(request, self.policy))
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise KeyError(request.request_id)
+        del self._ranks[index]
+        del self._requests[index]
+
+    def pop(self, index: int = -1) -> Request:
+        """Take out the request at `index`: 0 is the best, -1 the worst."""
+        del self._ranks[index]
+        return self._requests.pop(index)
+
+    def num_before(self, request: Request) -> int:
+        """How many rank ahead of a request, whether or not it is in."""
+        return bisect_left(self._ranks, rank_of(request, self.policy))
