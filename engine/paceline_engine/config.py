@@ -11,6 +11,7 @@ import msgspec
 
 DEVICES = ("auto", "cpu", "simulated")
 DTYPES = ("float32", "bfloat16")
+PREFIX_INDEXES = ("hash", "radix")
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 MIB = 1024 * 1024
 
@@ -22,8 +23,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokens; None is what the model and the KV cache allow. max_num_seqs: running requests. max_num_batched_tokens:
     tokens of a step. prefill_chunk_tokens: one request's share of a step. block_size: tokens of a KV block.
     kv_cache_bytes: the block pool. kv_store_bytes: memory for preempted sequences' KV; 0 recomputes it, as the
-    simulated device, which holds no KV, always does. max_num_waiting: queued requests. seed: of the simulated device's
-    tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
+    simulated device, which holds no KV, always does. max_num_waiting: queued requests. enable_prefix_caching: share KV
+    of equal prefixes; prefix_index: how it is looked up. seed: of the simulated device's tokens, whose step takes
+    simulated_alpha_ms + simulated_beta_ms * tokens.
     """
 
     model_dir: str
@@ -37,6 +39,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int = 256 * MIB
     kv_store_bytes: int = 256 * MIB
     max_num_waiting: int = 1024
+    enable_prefix_caching: bool = True
+    prefix_index: Literal["hash", "radix"] = "hash"
     seed: int = 0
     simulated_alpha_ms: float = 8.0
     simulated_beta_ms: float = 0.1

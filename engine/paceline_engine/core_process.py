@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from paceline_engine.config import EngineConfig
+from paceline_engine.core_commands import Commands
 from paceline_engine.core_setup import Core, build_core
 from paceline_engine.messages import (
     AbortRequest,
@@ -62,6 +63,7 @@ class CoreLoop:
     ) -> None:
         self._scheduler = core.scheduler
         self._backend = core.backend
+        self._commands = Commands(core.scheduler, core.backend)
         self._receive = receive
         self._send = send
         self._clock = clock
@@ -72,13 +74,24 @@ class CoreLoop:
 
     def run(self) -> None:
         """Step until Shutdown; requests that live then end with "abort"."""
+        cache = self._scheduler.kv.cache
         while not self._stopping:
-            outputs, results = self._drain(0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS)
+            outputs, results = self._drain(self._wait_seconds())
             if self._stopping:
                 outputs += self._scheduler.abort_all()
             elif self._scheduler.has_work:
                 outputs += self._step()
-            self._send(StepOutputs(outputs=tuple(outputs), results=tuple(results), stats=self._stats()))
+            self._send(
+                StepOutputs(
+                    outputs=tuple(outputs),
+                    results=tuple(results),
+                    kv_events=cache.take_events() if cache is not None else (),
+                    stats=self._stats(),
+                )
+            )
+
+    def _wait_seconds(self) -> float:
+        return 0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS
 
     def _drain(self, wait_seconds: float) -> tuple[list[RequestOutput], list[CommandResult]]:
         """Take what has arrived, waiting only for the first message; bounded, so that a flood can't stop the steps."""
@@ -88,38 +101,41 @@ class CoreLoop:
             message = self._receive(wait_seconds if index == 0 else 0.0)
             if message is None:
                 break
-            answer = self._handle(message)
-            if isinstance(answer, CommandResult):
-                results.append(answer)
-            elif answer is not None:
-                outputs.append(answer)
+            self._handle(message, outputs, results)
             if self._stopping:
                 break
         return outputs, results
 
-    def _handle(self, message: ToCore) -> RequestOutput | CommandResult | None:
+    def _handle(self, message: ToCore, outputs: list[RequestOutput], results: list[CommandResult]) -> None:
+        answer: RequestOutput | None = None
         match message:
             case Command():
-                return CommandResult(command_id=message.command_id, error=f"{message.name} is not supported")
+                result, ended = self._commands.run(message, self._clock())
+                results.append(result)
+                outputs += ended
             case AddRequest():
-                return self._scheduler.add(message)
+                answer = self._scheduler.add(message, self._clock())
             case AbortRequest():
-                return self._scheduler.abort(message.request_id)
+                answer = self._scheduler.abort(message.request_id)
             case Shutdown():
                 self._stopping = True
-                return None
+        if answer is not None:
+            outputs.append(answer)
 
     def _step(self) -> list[RequestOutput]:
         begin = self._clock()
-        plan = self._scheduler.schedule()
-        outputs = self._scheduler.update(plan, self._backend.execute(plan))
+        plan = self._scheduler.schedule(begin)
+        results = self._backend.execute(plan)
+        end = self._clock()
+        outputs = self._scheduler.update(plan, results, end)
         self._num_steps += 1
         self._num_scheduled_tokens += plan.num_tokens
-        self._step_seconds += self._clock() - begin
+        self._step_seconds += end - begin
         return outputs
 
     def _stats(self) -> CoreStats:
         scheduler, kv = self._scheduler, self._scheduler.kv
+        cache, spec, speed = kv.cache, scheduler.speculation.counters, scheduler.speed
         return CoreStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -132,6 +148,17 @@ class CoreLoop:
             kv_offloaded_sequences=kv.num_offloaded_sequences,
             kv_restored_sequences=kv.num_restored_sequences,
             kv_store_bytes=self._backend.kv_store_bytes,
+            num_cached_blocks=kv.pool.num_cached_blocks,
+            prefix_query_tokens=cache.num_query_tokens if cache is not None else 0,
+            prefix_hit_tokens=cache.num_hit_tokens if cache is not None else 0,
+            spec_drafts=spec.num_drafts,
+            spec_draft_tokens=spec.num_draft_tokens,
+            spec_accepted_tokens=spec.num_accepted_tokens,
+            spec_accepted_per_position=tuple(spec.per_position),
+            step_alpha_seconds=speed.alpha,
+            step_beta_seconds=speed.beta,
+            prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            asleep=scheduler.asleep,
         )
 
 

@@ -12,6 +12,7 @@ from paceline_engine.backends.base import Backend, create_backend
 from paceline_engine.config import MIB, EngineConfig
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
+from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import LoadedModel, load_model_dir
@@ -88,6 +89,8 @@ def build_core(config: EngineConfig) -> Core:
         max_model_len=max_model_len,
         namespace_digest=digest,
     )
+    pool = BlockPool(num_blocks)
+    cache = PrefixCache(pool, config.block_size, config.prefix_index) if config.enable_prefix_caching else None
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -96,7 +99,7 @@ def build_core(config: EngineConfig) -> Core:
             max_model_len=max_model_len,
             max_num_waiting=config.max_num_waiting,
         ),
-        KVManager(BlockPool(num_blocks), config.block_size, backend.kv_store),
+        KVManager(pool, config.block_size, backend.kv_store, cache),
         loaded.config.eos_token_ids,
     )
     return Core(scheduler=scheduler, backend=backend, max_model_len=max_model_len, namespace_digest=digest)

@@ -50,14 +50,19 @@ class KVTransfer:
             self._chunks_of[request.request_id] = keys
         return num_saved
 
-    def load(self, request: Request, num_tokens: int) -> int:
-        """Write the leading chunks that the tier still has into the request's blocks; the store then forgets them."""
+    def load(self, request: Request, num_tokens: int, start: int = 0) -> int:
+        """Write the leading chunks that the tier still has into the request's blocks; the store then forgets them.
+
+        Tokens before `start` are there already and are neither read nor written.
+        """
         num_loaded = 0
         for key in self._chunks_of.get(request.request_id, ()):
-            payload = self.tier.get(key)
-            if payload is None:
-                break
-            self._write(request, num_loaded, key.num_tokens, payload)
+            skipped = min(max(0, start - num_loaded), key.num_tokens)
+            if skipped < key.num_tokens:
+                payload = self.tier.get(key)
+                if payload is None:
+                    break
+                self._write(request, num_loaded, key.num_tokens, payload, skipped)
             num_loaded += key.num_tokens
         self.drop(request)
         return min(num_loaded, num_tokens)
@@ -67,6 +72,13 @@ class KVTransfer:
         for key in self._chunks_of.pop(request.request_id, ()):
             self.tier.delete(key)
 
+    def clear(self) -> None:
+        """Forget all chunks."""
+        for keys in self._chunks_of.values():
+            for key in keys:
+                self.tier.delete(key)
+        self._chunks_of.clear()
+
     def _chunk_keys(self, request: Request) -> list[ChunkKey]:
         """Keys of the computed tokens' chunks; the last block of the last chunk may be partial."""
         keys: list[ChunkKey] = []
@@ -74,7 +86,7 @@ class KVTransfer:
         total, block_size = request.num_computed_tokens, self._kv.block_size
         for start in range(0, total, block_size):
             end = min(start + block_size, total)
-            chain = block_hash(chain, request.token_ids[start:end], request.salt)
+            chain = block_hash(chain, request.token_ids[start:end], request.salt, request.adapter_digest)
             if end % self._chunk_tokens == 0 or end == total:
                 first = (end - 1) // self._chunk_tokens * self._chunk_tokens
                 keys.append(ChunkKey(self._namespace, chain, end - first))
@@ -90,8 +102,9 @@ class KVTransfer:
         chunk = self._slots.index_select(2, self._slot_ids(request, start, num_tokens))
         return chunk.view(torch.uint8).numpy()
 
-    def _write(self, request: Request, start: int, num_tokens: int, payload: memoryview) -> None:
+    def _write(self, request: Request, start: int, num_tokens: int, payload: memoryview, skipped: int) -> None:
         layers, two, _, heads, head_dim = self._slots.shape
         chunk = torch.empty((layers, two, num_tokens, heads, head_dim), dtype=self._slots.dtype)
         chunk.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(payload, dtype=np.uint8)
-        self._slots.index_copy_(2, self._slot_ids(request, start, num_tokens), chunk)
+        slots = self._slot_ids(request, start + skipped, num_tokens - skipped)
+        self._slots.index_copy_(2, slots, chunk[:, :, skipped:])

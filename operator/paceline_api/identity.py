@@ -52,11 +52,17 @@ def namespace_digest(namespace: NamespaceFields) -> str:
     return digest.hexdigest()
 
 
-def block_hash(parent: bytes | None, token_ids: Sequence[int], salt: str = "") -> bytes:
-    """32-byte hash of one block given its parent's; `salt` counts only in the first block, the chain spreads it."""
+def block_hash(parent: bytes | None, token_ids: Sequence[int], salt: str = "", adapter_digest: str = "") -> bytes:
+    """32-byte hash of one block given its parent's.
+
+    `salt` (the tenant's) and `adapter_digest` (content of the LoRA adapter that the tokens ran through; "" is the base
+    model) count only in the first block; the chain spreads them. Each is tagged, so neither can pose as the other.
+    """
     digest = blake2b(digest_size=DIGEST_SIZE, person=b"paceline-block")
     if parent is None:
-        digest.update(b"root" + _tagged("salt", salt))
+        # Another first word where there is an adapter, so that hashes without one stay what they always were.
+        root = b"root" + _tagged("salt", salt)
+        digest.update(root if not adapter_digest else b"lora" + _tagged("adapter", adapter_digest) + root)
     else:
         if len(parent) != DIGEST_SIZE:
             raise ValueError(f"a parent hash has {DIGEST_SIZE} bytes, this one {len(parent)}")
@@ -65,11 +71,11 @@ def block_hash(parent: bytes | None, token_ids: Sequence[int], salt: str = "") -
     return digest.digest()
 
 
-def chain_hashes(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
+def chain_hashes(token_ids: Sequence[int], block_size: int, salt: str = "", adapter_digest: str = "") -> list[bytes]:
     """Hashes of the full blocks of a token sequence, first block first. A partial tail has none."""
     hashes: list[bytes] = []
     parent: bytes | None = None
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size], salt)
+        parent = block_hash(parent, token_ids[start : start + block_size], salt, adapter_digest)
         hashes.append(parent)
     return hashes

@@ -1,13 +1,14 @@
 """Physical KV blocks: who holds which, and in which order free ones are handed out.
 
-Free blocks form an intrusive doubly linked list, so taking one, returning one and taking one out of the middle are all
-O(1). Returned blocks go to the back: the block that was freed longest ago is reused first. The pool knows block ids,
-never their contents, and imports neither tensors nor a clock.
+Free blocks form two intrusive doubly linked lists, so taking one, returning one and taking one out of the middle are
+all O(1). Blocks whose contents nobody could find are handed out first; those that the prefix cache marked follow,
+longest free first, so the list of marked free blocks is the cache's LRU order. The pool knows block ids, never their
+contents, and imports neither tensors nor a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPoolError(RuntimeError):
@@ -15,13 +16,14 @@ class BlockPoolError(RuntimeError):
 
 
 class Block:
-    """One physical block. `prev` and `next` are set exactly while the block is free."""
+    """One physical block. `prev` and `next` are set exactly while the block is free; `cached` if it can be found."""
 
-    __slots__ = ("block_id", "next", "prev", "ref_count")
+    __slots__ = ("block_id", "cached", "next", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        self.cached = False
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -93,6 +95,8 @@ class BlockPool:
             raise ValueError(f"order must be a permutation of range({num_blocks})")
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = FreeList(self._blocks[block_id] for block_id in ids)
+        self._free_cached = FreeList(())
+        self._forget: Callable[[int], None] = _nothing_to_forget
 
     @property
     def num_blocks(self) -> int:
@@ -101,16 +105,28 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+        """Blocks that nobody holds, marked or not."""
+        return len(self._free) + len(self._free_cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Marked blocks that nobody holds."""
+        return len(self._free_cached)
+
+    def on_reuse(self, forget: Callable[[int], None]) -> None:
+        """Have `forget` called with each marked block that is handed out anew; its contents are lost then."""
+        self._forget = forget
 
     def allocate(self, count: int) -> list[int]:
         """Ids of `count` blocks, each now held once. Raises BlockPoolError, taking none, if fewer are free."""
-        if count > len(self._free):
-            raise BlockPoolError(f"{count} blocks wanted, {len(self._free)} free")
+        if count > self.num_free_blocks:
+            raise BlockPoolError(f"{count} blocks wanted, {self.num_free_blocks} free")
         ids: list[int] = []
         for _ in range(count):
-            block = self._free.pop_front()
+            block = (self._free if len(self._free) else self._free_cached).pop_front()
+            if block.cached:
+                block.cached = False
+                self._forget(block.block_id)
             block.ref_count = 1
             ids.append(block.block_id)
         return ids
@@ -119,7 +135,7 @@ class BlockPool:
         """One more holder of a block, held or free; a free one leaves the free list."""
         block = self._blocks[block_id]
         if block.ref_count == 0:
-            self._free.remove(block)
+            self._list_of(block).remove(block)
         block.ref_count += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -130,22 +146,51 @@ class BlockPool:
                 raise BlockPoolError(f"block {block_id} released but nobody holds it")
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._free.append(block)
+                self._list_of(block).append(block)
+
+    def mark_cached(self, block_id: int) -> None:
+        """The held block's contents can be found from now on."""
+        block = self._blocks[block_id]
+        if block.ref_count < 1:
+            raise BlockPoolError(f"block {block_id} marked as cached but nobody holds it")
+        block.cached = True
+
+    def unmark_all(self) -> None:
+        """No block's contents can be found any more; nobody is told."""
+        for block in self._blocks:
+            block.cached = False
+        while len(self._free_cached):
+            self._free.append(self._free_cached.pop_front())
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether a block is marked, held or free."""
+        return self._blocks[block_id].cached
+
+    def _list_of(self, block: Block) -> FreeList:
+        return self._free_cached if block.cached else self._free
 
     def ref_count(self, block_id: int) -> int:
         """How many holders a block has."""
         return self._blocks[block_id].ref_count
 
     def check_integrity(self) -> None:
-        """Raise BlockPoolError unless free + held = total and the free list holds each unheld block once."""
-        free = self._free.block_ids()
+        """Raise BlockPoolError unless free + cached + held = total and each unheld block is in its list once."""
         held = sum(1 for block in self._blocks if block.ref_count > 0)
-        if len(free) != len(self._free) or len(free) + held != len(self._blocks):
-            raise BlockPoolError(
-                f"{len(free)} blocks linked as free ({len(self._free)} counted) + {held} held != {len(self._blocks)}"
-            )
-        if len(set(free)) != len(free):
-            raise BlockPoolError("a block is in the free list twice")
-        for block_id in free:
-            if self._blocks[block_id].ref_count != 0:
-                raise BlockPoolError(f"block {block_id} is free and held {self._blocks[block_id].ref_count} times")
+        linked: list[int] = []
+        for name, blocks, cached in (("free", self._free, False), ("cached", self._free_cached, True)):
+            ids = blocks.block_ids()
+            if len(ids) != len(blocks):
+                raise BlockPoolError(f"{len(ids)} blocks linked as {name}, {len(blocks)} counted")
+            for block_id in ids:
+                block = self._blocks[block_id]
+                if block.ref_count != 0 or block.cached != cached:
+                    raise BlockPoolError(f"block {block_id} is in the {name} list, held {block.ref_count} times")
+            linked += ids
+        if len(set(linked)) != len(linked):
+            raise BlockPoolError("a block is in the free lists twice")
+        if len(linked) + held != len(self._blocks):
+            raise BlockPoolError(f"{len(linked)} free and cached blocks + {held} held != {len(self._blocks)}")
+
+
+def _nothing_to_forget(block_id: int) -> None:
+    raise BlockPoolError(f"block {block_id} is marked as cached, but no cache is there to be told of its reuse")

@@ -61,10 +61,12 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.num_preemptions = 0
+        self.asleep = False
         self.speed = StepSpeed(config.prefill_chunk_tokens)
         self.speculation = SpeculationPolicy(speculation or SpeculationConfig())
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_arrivals = 0
+        self._adapters: dict[str, str] = {}
         self._requests: dict[str, Request] = {}
         self._running = RankedRequests(config.scheduling_policy)
         self._waiting = RankedRequests(config.scheduling_policy)
@@ -98,6 +100,7 @@ class Scheduler:
             message,
             max_model_len=self.config.max_model_len,
             eos_token_ids=self._eos_token_ids,
+            adapter_digest=self._adapters.get(message.adapter or "", ""),
             arrival=self._num_arrivals,
             now=now,
         )
@@ -112,6 +115,10 @@ class Scheduler:
 
     def _why_refused(self, request: Request) -> tuple[ErrorKind, str] | None:
         num_prompt, max_model_len = request.num_prompt_tokens, self.config.max_model_len
+        if self.asleep:
+            return "asleep", "the engine sleeps; wake it first"
+        if request.adapter is not None and request.adapter not in self._adapters:
+            return "invalid", f"the adapter {request.adapter!r} isn't loaded"
         if num_prompt == 0:
             return "invalid", "the prompt has no tokens"
         if request.sampling.max_tokens < 1:
@@ -132,6 +139,17 @@ class Scheduler:
             return "queue_full", f"the engine's queue is full ({limit} requests); try again later"
         return None
 
+    def set_adapter(self, name: str, digest: str) -> None:
+        """Requests may name this adapter from now on; its content's `digest` becomes part of block identity."""
+        self._adapters[name] = digest
+
+    def remove_adapter(self, name: str) -> None:
+        """Requests that name this adapter are refused from now on. Raises ValueError while one is live."""
+        users = sum(1 for request in self._requests.values() if request.adapter == name)
+        if users:
+            raise ValueError(f"{users} requests use the adapter {name!r}; try again when they have ended")
+        self._adapters.pop(name, None)
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; its terminal "abort" output, or None if it ended before."""
         request = self._requests.get(request_id)
@@ -140,6 +158,21 @@ class Scheduler:
     def abort_all(self) -> list[RequestOutput]:
         """End every live request; their terminal "abort" outputs."""
         return [self._finish(request, "abort") for request in list(self._requests.values())]
+
+    def reset_prefix_cache(self) -> None:
+        """From now on no request finds KV that was computed before; running ones go on with what they hold."""
+        self.kv.forget_everything(self._running, self._waiting)
+
+    def sleep(self) -> list[RequestOutput]:
+        """End every live request and refuse new ones until `wake`: the device may lose its KV meanwhile."""
+        outputs = self.abort_all()
+        self.reset_prefix_cache()
+        self.asleep = True
+        return outputs
+
+    def wake(self) -> None:
+        """Accept requests again."""
+        self.asleep = False
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Choose the next step's work and take the blocks it needs; preempts when they run out."""
@@ -208,15 +241,14 @@ class Scheduler:
         reserved = sum(self.kv.num_missing_blocks(request, request.num_tokens) for request in self._running)
         while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
             request = self._waiting[0]
-            needed = self.kv.num_blocks_for(request.num_tokens)
+            cached = self.kv.find_cached(request)
+            needed = self.kv.num_blocks_to_admit(request, cached)
             if reserved + needed > self._num_admissible_blocks():
                 break  # Strictly in order: letting a smaller one pass could starve this one.
             self._waiting.pop(0)
-            new_block_ids = self._admit(request)
+            new_block_ids = self._admit(request, cached)
             num_tokens = min(request.num_pending_tokens, self.config.prefill_chunk_tokens, budget)
-            more = self.kv.grow(request, request.num_computed_tokens + num_tokens)
-            if more is None:
-                raise BlockPoolError(f"no blocks for request {request.request_id}, although they were counted")
+            more = self.kv.grow_if_free(request, request.num_computed_tokens + num_tokens)
             scheduled.append(self._share_of(request, num_tokens, new_block_ids + more, num_tokens))
             budget -= num_tokens
             reserved += self.kv.num_missing_blocks(request, request.num_tokens)
@@ -225,12 +257,12 @@ class Scheduler:
         """Free blocks less one for each running request: a newcomer shouldn't be thrown out by their next block."""
         return self.kv.pool.num_free_blocks - len(self._running)
 
-    def _admit(self, request: Request) -> list[int]:
-        """Make a waiting request running, its offloaded KV restored; the blocks that took."""
-        new_block_ids = self.kv.grow(request, request.num_offloaded_tokens)
-        if new_block_ids is None:
-            raise BlockPoolError(f"no blocks to restore request {request.request_id}, although they were counted")
+    def _admit(self, request: Request, cached: list[int]) -> list[int]:
+        """Make a waiting request running on cached blocks, its offloaded KV restored; the blocks that it then has."""
+        self.kv.attach(request, cached)
+        new_block_ids = cached + self.kv.grow_if_free(request, request.num_offloaded_tokens)
         self.kv.restore(request)
+        self.kv.publish(request)
         # What is computed again is reported again.
         del request.prompt_logprobs[request.num_computed_tokens :]
         request.status = RequestStatus.RUNNING
@@ -307,6 +339,7 @@ class Scheduler:
                 outputs.append(self._accept(request, item, result))
             else:
                 request.num_computed_tokens += len(item.token_ids)
+                self.kv.publish(request)
         return outputs
 
     def _measure(self, plan: StepPlan, now: float) -> None:
@@ -330,6 +363,7 @@ class Scheduler:
         num_taken, reason = request.accept(token_ids)
         # KV of kept guesses is there; that of rejected ones is overwritten by what comes in their place.
         request.num_computed_tokens = item.start + len(item.token_ids) - num_guesses + min(num_kept, num_taken)
+        self.kv.publish(request)
         request.draft_token_ids = result.draft_token_ids
         if num_guesses:
             num_kept = min(num_kept, num_taken)

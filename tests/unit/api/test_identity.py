@@ -80,6 +80,19 @@ def test_a_salt_cannot_pose_as_tokens() -> None:
     assert block_hash(None, [1], "") != block_hash(None, [], "\x01\x00\x00\x00")
 
 
+NAMES = st.text(max_size=12)
+
+
+@given(one=st.tuples(NAMES, NAMES), other=st.tuples(NAMES, NAMES))
+def test_salt_and_adapter_are_told_apart(one: tuple[str, str], other: tuple[str, str]) -> None:
+    hashes = [block_hash(None, [1, 2], salt, adapter) for salt, adapter in (one, other)]
+    assert (hashes[0] == hashes[1]) == (one == other)
+
+
+def test_an_adapter_cannot_pose_as_a_salt() -> None:
+    assert block_hash(None, [1], "x", "") != block_hash(None, [1], "", "x")
+
+
 def test_a_short_parent_is_refused() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         block_hash(b"short", [1])

@@ -8,6 +8,7 @@ from typing import Any
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager, SequenceStore
 from paceline_engine.core.outputs import ScheduledRequest, StepPlan, StepResult
+from paceline_engine.core.prefix_cache import PrefixCache, PrefixIndex
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
@@ -26,6 +27,7 @@ def make(
     max_waiting: int = 100,
     store: SequenceStore | None = None,
     speculation: SpeculationConfig | None = None,
+    cache: PrefixIndex | None = None,
     **config: Any,
 ) -> Scheduler:
     bounds = SchedulerConfig(
@@ -36,7 +38,8 @@ def make(
         max_num_waiting=max_waiting,
         **config,
     )
-    kv = KVManager(BlockPool(num_blocks), block_size, store)
+    pool = BlockPool(num_blocks)
+    kv = KVManager(pool, block_size, store, PrefixCache(pool, block_size, cache) if cache else None)
     return Scheduler(bounds, kv, eos_token_ids=(EOS,), speculation=speculation)
 
 

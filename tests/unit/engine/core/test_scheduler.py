@@ -25,12 +25,15 @@ class FakeStore:
         self.saved[request.request_id] = request.num_computed_tokens
         return request.num_computed_tokens
 
-    def load(self, request, num_tokens: int) -> int:
-        assert request.block_ids
+    def load(self, request, num_tokens: int, start: int = 0) -> int:
+        assert len(request.block_ids) > 0
         return min(self.keep, self.saved.pop(request.request_id), num_tokens)
 
     def drop(self, request) -> None:
         self.dropped.append(request.request_id)
+
+    def clear(self) -> None:
+        self.saved.clear()
 
 
 def test_a_prompt_is_prefilled_in_chunks_and_then_decoded():
@@ -289,7 +292,7 @@ def test_abort_of_a_preempted_request_drops_its_stored_kv():
 
 def test_a_store_that_claims_too_much_is_caught():
     class Boastful(FakeStore):
-        def load(self, request, num_tokens: int) -> int:
+        def load(self, request, num_tokens: int, start: int = 0) -> int:
             return num_tokens + 1
 
     scheduler = make(num_blocks=8, seqs=2, store=Boastful())

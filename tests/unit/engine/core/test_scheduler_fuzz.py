@@ -30,7 +30,7 @@ class ForgetfulStore:
             self.kept[request.request_id] = kept
         return kept
 
-    def load(self, request: Request, num_tokens: int) -> int:
+    def load(self, request: Request, num_tokens: int, start: int = 0) -> int:
         return self.rng.randint(0, min(num_tokens, self.kept.pop(request.request_id)))
 
     def drop(self, request: Request) -> None:

@@ -25,6 +25,7 @@ from paceline_engine.core_setup import Core, SetupError, size_blocks
 from paceline_engine.messages import (
     AbortRequest,
     AddRequest,
+    Command,
     CoreFailed,
     CoreReady,
     FromCore,
@@ -126,6 +127,21 @@ def test_answers_equal_the_reference(cpu_core, tiny, prompts_for):
     assert last.stats.num_free_blocks == last.stats.num_blocks
     assert last.stats.num_scheduled_tokens >= sum(len(prompt) + 11 for prompt in prompts.values())
     assert last.stats.step_seconds > 0
+
+
+def test_a_warm_cache_gives_the_same_answers_until_it_is_reset(cpu_core, tiny, prompts_for):
+    (prompt,) = prompts_for(1, tiny.config.vocab_size, seed=5, longest=40)
+    prompt = (prompt * 40)[:40]
+    expected = tiny.reference_tokens(prompt, 8)
+    cached: list[int] = []
+    for name in ("cold", "warm", "reset"):
+        if name == "reset":
+            cpu_core.send(Command(command_id="1", name="reset_prefix_cache"))
+        cpu_core.add(name, prompt, 8)
+        tokens, _, last = cpu_core.finish(name)
+        assert tokens[name] == expected
+        cached.append(last.outputs[-1].num_cached_tokens)
+    assert cached == [0, 32, 0]
 
 
 def test_an_idle_core_sends_heartbeats_and_ignores_ctrl_c(cpu_core):

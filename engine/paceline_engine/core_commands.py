@@ -1,0 +1,119 @@
+"""What the API process may ask of the core between two steps: cache reset, sleep and wake, adapters, explanations.
+
+A command that can't be done is answered with one line that says why; it never ends the core. What a device must be able
+to do for one is a small Protocol, so a device that can't is refused by name. Imports neither tensors nor sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from paceline_engine.backends.base import Backend
+from paceline_engine.core.scheduler import Scheduler
+from paceline_engine.messages import Command, CommandResult, RequestOutput
+
+
+@runtime_checkable
+class ReleasesKV(Protocol):
+    """A device that can give back its KV memory while nothing runs, keeping the weights."""
+
+    def release_kv(self) -> None:
+        """Free the KV pool. Nothing is scheduled until `allocate_kv`."""
+        ...
+
+    def allocate_kv(self) -> None:
+        """Have the KV pool again, with any contents."""
+        ...
+
+
+@runtime_checkable
+class LoadsAdapters(Protocol):
+    """A device that runs LoRA adapters beside the model."""
+
+    def load_adapter(self, name: str, path: str) -> str:
+        """Load or replace an adapter; the digest of its content. Raises ValueError with one line."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop an adapter. Raises ValueError with one line."""
+        ...
+
+
+class Commands:
+    """Carries commands out on one scheduler and its device."""
+
+    def __init__(self, scheduler: Scheduler, backend: Backend) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+
+    def run(self, command: Command, now: float) -> tuple[CommandResult, list[RequestOutput]]:
+        """The command's answer, and the terminal outputs of requests that it ended."""
+        outputs: list[RequestOutput] = []
+        try:
+            values = self._run(command.name, command.arguments, outputs, now)
+        except ValueError as error:
+            return CommandResult(command_id=command.command_id, error=" ".join(str(error).split())), outputs
+        return CommandResult(command_id=command.command_id, values=values), outputs
+
+    def _run(self, name: str, arguments: Mapping[str, str], outputs: list[RequestOutput], now: float) -> dict[str, Any]:
+        match name:
+            case "reset_prefix_cache":
+                self._scheduler.reset_prefix_cache()
+                return {"reset": True}
+            case "sleep":
+                outputs += self._sleep(arguments.get("level", "1"))
+                return {"asleep": True}
+            case "wake":
+                self._wake()
+                return {"asleep": False}
+            case "load_adapter":
+                return {"digest": self._load_adapter(_needed(arguments, "name"), _needed(arguments, "path"))}
+            case "unload_adapter":
+                self._unload_adapter(_needed(arguments, "name"))
+                return {}
+            case _:
+                raise ValueError(f"the core knows no command {name!r}")
+
+    def _sleep(self, level: str) -> list[RequestOutput]:
+        """Level 1 is refused while requests are live, level 2 ends them first."""
+        if level not in ("1", "2"):
+            raise ValueError(f"sleep level must be 1 or 2, not {level!r}")
+        if self._scheduler.asleep:
+            return []
+        live = self._scheduler.num_running + self._scheduler.num_waiting
+        if live and level == "1":
+            raise ValueError(f"{live} requests are live; wait for them, or sleep at level 2, which ends them")
+        outputs = self._scheduler.sleep()
+        # The device drops the rows of requests that were ended before it loses their blocks.
+        self._backend.execute(self._scheduler.schedule())
+        if isinstance(self._backend, ReleasesKV):
+            self._backend.release_kv()
+        return outputs
+
+    def _wake(self) -> None:
+        if self._scheduler.asleep:
+            if isinstance(self._backend, ReleasesKV):
+                self._backend.allocate_kv()
+            self._scheduler.wake()
+
+    def _load_adapter(self, name: str, path: str) -> str:
+        if not isinstance(self._backend, LoadsAdapters):
+            raise ValueError("this device runs no LoRA adapters")
+        self._scheduler.remove_adapter(name)  # A live request must not change weights halfway.
+        digest = self._backend.load_adapter(name, path)
+        self._scheduler.set_adapter(name, digest)
+        return digest
+
+    def _unload_adapter(self, name: str) -> None:
+        if not isinstance(self._backend, LoadsAdapters):
+            raise ValueError("this device runs no LoRA adapters")
+        self._scheduler.remove_adapter(name)
+        self._backend.unload_adapter(name)
+
+
+def _needed(arguments: Mapping[str, str], name: str) -> str:
+    value = arguments.get(name, "")
+    if not value:
+        raise ValueError(f"the command needs the argument {name!r}")
+    return value
