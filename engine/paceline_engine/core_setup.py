@@ -59,7 +59,6 @@ def size_blocks(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
 def identity(config: EngineConfig, loaded: LoadedModel) -> str:
     """Hex namespace digest: everything but tokens and tenant that KV of this engine depends on."""
     model = loaded.config
-    scaling = sorted((model.rope_scaling or {}).items())
     return namespace_digest(
         NamespaceFields(
             model=model.architecture,
@@ -71,7 +70,7 @@ def identity(config: EngineConfig, loaded: LoadedModel) -> str:
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            rope=f"theta={model.rope_theta} {scaling}",
+            rope=model.numerics(),
         )
     )
 

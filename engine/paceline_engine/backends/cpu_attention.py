@@ -2,6 +2,7 @@
 
 Query heads that share a KV head are packed as rows of one query, so grouped-query attention repeats no KV. Positions
 outside a sequence's context may hold anything, NaN included: they are zeroed after the gather, before any arithmetic.
+Scale, sliding window and soft cap are each layer's own (`models.config.AttentionLayer`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline_engine.batch import Batch, DecodeGroup, PrefillSequence
-from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.config import AttentionLayer, ModelConfig
 
 
 class PagedKV:
@@ -19,6 +20,7 @@ class PagedKV:
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.layers = config.attention_layers()
         self.tensor = torch.zeros(
             (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim), dtype=dtype
         )
@@ -41,71 +43,111 @@ class CpuAttention:
     def __init__(self, kv: PagedKV, batch: Batch) -> None:
         self._kv = kv
         self._batch = batch
-        self._prefill_masks = [
-            _causal_mask(item, kv.tensor.dtype) if item.start > 0 else None for item in batch.prefills
+        self._masks = {window: self._masks_of(window) for window in {layer.window for layer in kv.layers}}
+
+    def _masks_of(self, window: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Masks of the decode groups and of the prefills; None where plain causality is all there is."""
+        dtype = self._kv.tensor.dtype
+        decodes = [group.mask if window is None else _window_mask(group.mask, window) for group in self._batch.decodes]
+        prefills = [
+            None if item.start == 0 and (window is None or item.context_len <= window) else _mask(item, window, dtype)
+            for item in self._batch.prefills
         ]
+        return decodes, prefills
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Write the batch's KV, then attend; shapes as in `models.decoder.Attention`."""
         self._kv.write(layer, self._batch.slots, key, value)
         output = torch.empty(query.shape, dtype=query.dtype)
-        for group in self._batch.decodes:
-            output[group.begin : group.end] = self._decode(layer, query[group.begin : group.end], group)
-        for item, mask in zip(self._batch.prefills, self._prefill_masks, strict=True):
+        decode_masks, prefill_masks = self._masks[self._kv.layers[layer].window]
+        for group, mask in zip(self._batch.decodes, decode_masks, strict=True):
+            output[group.begin : group.end] = self._decode(layer, query[group.begin : group.end], group, mask)
+        for item, mask in zip(self._batch.prefills, prefill_masks, strict=True):
             rows = slice(item.begin, item.end)
-            if mask is None:
+            if item.start == 0:
                 # The chunk is its own whole context.
-                output[rows] = _attend_fresh(query[rows], key[rows], value[rows])
+                output[rows] = _attend(query[rows], key[rows], value[rows], self._kv.layers[layer], mask)
             else:
                 output[rows] = self._prefill(layer, query[rows], item, mask)
         return output
 
-    def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+    def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup, mask: torch.Tensor) -> torch.Tensor:
         num_rows, num_heads, head_dim = query.shape
         key, value = self._kv.gather(layer, group.block_ids.flatten())
         key.index_fill_(0, group.padding, 0.0)
         value.index_fill_(0, group.padding, 0.0)
         kv_heads = key.shape[1]
         shape = (num_rows, -1, kv_heads, head_dim)
-        attended = F.scaled_dot_product_attention(
+        attended = _scaled_dot_product(
             query.reshape(num_rows, kv_heads, num_heads // kv_heads, head_dim),
             key.view(shape).transpose(1, 2),
             value.view(shape).transpose(1, 2),
-            attn_mask=group.mask,
+            self._kv.layers[layer],
+            mask,
         )
         return attended.reshape(num_rows, num_heads, head_dim)
 
-    def _prefill(self, layer: int, query: torch.Tensor, item: PrefillSequence, mask: torch.Tensor) -> torch.Tensor:
+    def _prefill(
+        self, layer: int, query: torch.Tensor, item: PrefillSequence, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         key, value = self._kv.gather(layer, item.block_ids)
-        return _attend(query, key[: item.context_len], value[: item.context_len], mask=mask)
-
-
-def _attend_fresh(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return _attend(query, key, value, is_causal=True)
+        return _attend(query, key[: item.context_len], value[: item.context_len], self._kv.layers[layer], mask)
 
 
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
+    layer: AttentionLayer,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """One sequence: query [n, heads, head_dim] over key and value [context, kv_heads, head_dim]."""
-    attended = F.scaled_dot_product_attention(
+    attended = _scaled_dot_product(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
-        attn_mask=mask,
-        is_causal=is_causal,
-        enable_gqa=True,
+        layer,
+        mask,
     )
     return attended[0].transpose(0, 1)
 
 
-def _causal_mask(item: PrefillSequence, dtype: torch.dtype) -> torch.Tensor:
-    """[chunk, context]: 0 where the key's position is at most the query's, -inf elsewhere."""
-    queries = torch.arange(item.start, item.context_len)
-    keys = torch.arange(item.context_len)
-    mask = torch.zeros((len(queries), len(keys)), dtype=dtype)
-    return mask.masked_fill_(keys[None, :] > queries[:, None], -torch.inf)
+def _scaled_dot_product(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(cap(scale * q.k) + mask) v over [batch, heads, tokens, head_dim]; without a mask it is causal."""
+    if layer.softcap is None:
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=gqa
+        )
+    # Queries that share a KV head stand side by side as one longer query.
+    batch, heads, tokens, head_dim = query.shape
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1] * tokens, head_dim)
+    scores = torch.matmul(grouped, key.transpose(-1, -2)) * layer.scale
+    scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    scores = scores.view(batch, heads, tokens, -1)
+    if mask is None:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    else:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return torch.matmul(weights.view(*grouped.shape[:3], -1), value).view(query.shape)
+
+
+def _window_mask(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """A decode group's mask [rows, 1, 1, positions] that also hides what lies before each row's window."""
+    positions = torch.arange(mask.shape[-1])
+    lengths = (mask == 0).sum(dim=-1, keepdim=True)
+    return mask.masked_fill(positions < lengths - window, -torch.inf)
+
+
+def _mask(item: PrefillSequence, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[chunk, context]: 0 where the key's position is at most the query's and in its window, -inf elsewhere."""
+    queries = torch.arange(item.start, item.context_len)[:, None]
+    keys = torch.arange(item.context_len)[None, :]
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)

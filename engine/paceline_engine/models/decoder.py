@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.layers import LayerWeights, load_layer, project_qkv, rms_norm, swiglu
+from paceline_engine.models.layers import LayerWeights, gated_mlp, load_layer, project_qkv, rms_norm
 from paceline_engine.models.rope import RotaryEmbedding
 from paceline_engine.models.weights import WeightFiles
 
@@ -39,10 +39,12 @@ class Decoder:
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.take("model.embed_tokens.weight", *shape)
         self._layers: list[LayerWeights] = [load_layer(weights, config, index) for index in range(config.num_layers)]
-        self._norm = weights.take("model.norm.weight", config.hidden_size)
+        self._norm = weights.take_norm("model.norm.weight", config.hidden_size, config.norm_offset)
         tied = config.tie_word_embeddings
         self._head = self._embedding if tied else weights.take("lm_head.weight", *shape)
         self._rotary = RotaryEmbedding(config, max_model_len, dtype)
+        # Rounded to the weights' type, as the reference implementations of Gemma do.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
 
     @torch.inference_mode()
     def forward(
@@ -55,12 +57,22 @@ class Decoder:
         """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens]."""
         config, eps = self.config, self.config.rms_norm_eps
         hidden = F.embedding(token_ids, self._embedding)
-        cos, sin = self._rotary.at(positions)
+        if config.embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        rotations = self._rotary.at(positions)
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, eps)
-            query, key, value = project_qkv(normed, layer, config, cos, sin)
+            query, key, value = project_qkv(normed, layer, config, self._rotary.of_layer(index, rotations))
             attended = attention(index, query, key, value).reshape(hidden.shape[0], -1)
-            hidden = hidden + F.linear(attended, layer.output, layer.output_bias)
-            hidden = hidden + swiglu(rms_norm(hidden, layer.post_norm, eps), layer)
+            attended = F.linear(attended, layer.output, layer.output_bias)
+            hidden = hidden + _normed(attended, layer.attention_out_norm, eps)
+            output = gated_mlp(rms_norm(hidden, layer.post_norm, eps), layer, config.hidden_act)
+            hidden = hidden + _normed(output, layer.mlp_out_norm, eps)
         last = rms_norm(hidden[logits_rows], self._norm, eps)
-        return F.linear(last, self._head).float()
+        logits = F.linear(last, self._head).float()
+        cap = config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x if weight is None else rms_norm(x, weight, eps)

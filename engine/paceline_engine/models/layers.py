@@ -18,7 +18,10 @@ from paceline_engine.models.weights import WeightFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer; matrices are [out, in]. Optional ones are None where the architecture has none."""
+    """Weights of one layer; matrices are [out, in]. Optional ones are None where the architecture has none.
+
+    input_norm and post_norm stand before attention and before the MLP, attention_out_norm and mlp_out_norm after them.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -30,35 +33,52 @@ class LayerWeights:
     post_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    attention_out_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
 
 
 def load_layer(weights: WeightFiles, config: ModelConfig, index: int) -> LayerWeights:
     """Layer `index` under Hugging Face names. Raises WeightsError for a missing or misshapen tensor."""
     prefix = f"model.layers.{index}."
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = prefix + "self_attn."
-    projections = (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
-    qkv_bias = None
-    if config.attention_bias:
-        qkv_bias = torch.cat([weights.take(f"{attention}{name}.bias", size) for name, size in projections])
-    # Qwen2-class models have biases on q, k and v only, so the output's bias is looked up, not implied.
-    output_bias = f"{attention}o_proj.bias"
-    qk_norm = config.qk_norm
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    qkv = {f"{attention}q_proj": heads, f"{attention}k_proj": kv_heads, f"{attention}v_proj": kv_heads}
+    gate_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
+
+    def norm(name: str, size: int, present: bool) -> torch.Tensor | None:
+        return weights.take_norm(f"{name}.weight", size, config.norm_offset) if present else None
+
+    # With post norms, Hugging Face's post_attention_layernorm is the one after attention, else the one before the MLP.
+    before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     return LayerWeights(
-        input_norm=weights.take(prefix + "input_layernorm.weight", hidden),
-        qkv=torch.cat([weights.take(f"{attention}{name}.weight", size, hidden) for name, size in projections]),
-        qkv_bias=qkv_bias,
-        q_norm=weights.take(attention + "q_norm.weight", config.head_dim) if qk_norm else None,
-        k_norm=weights.take(attention + "k_norm.weight", config.head_dim) if qk_norm else None,
-        output=weights.take(attention + "o_proj.weight", hidden, heads),
-        output_bias=weights.take(output_bias, hidden) if output_bias in weights else None,
-        post_norm=weights.take(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=torch.cat(
-            [weights.take(f"{prefix}mlp.{name}.weight", inner, hidden) for name in ("gate_proj", "up_proj")]
-        ),
-        down=weights.take(prefix + "mlp.down_proj.weight", hidden, inner),
+        input_norm=weights.take_norm(f"{prefix}input_layernorm.weight", hidden, config.norm_offset),
+        qkv=_matrices(weights, qkv, hidden),
+        qkv_bias=_biases(weights, qkv, config.attention_bias),
+        q_norm=norm(f"{attention}q_norm", head_dim, config.qk_norm),
+        k_norm=norm(f"{attention}k_norm", head_dim, config.qk_norm),
+        output=weights.take(f"{attention}o_proj.weight", hidden, heads),
+        output_bias=_biases(weights, {f"{attention}o_proj": hidden}, config.attention_output_bias),
+        post_norm=weights.take_norm(f"{prefix}{before_mlp}.weight", hidden, config.norm_offset),
+        gate_up=_matrices(weights, gate_up, hidden),
+        gate_up_bias=_biases(weights, gate_up, config.mlp_bias),
+        down=weights.take(f"{mlp}down_proj.weight", hidden, inner),
+        down_bias=_biases(weights, {f"{mlp}down_proj": hidden}, config.mlp_bias),
+        attention_out_norm=norm(f"{prefix}post_attention_layernorm", hidden, config.post_norms),
+        mlp_out_norm=norm(f"{prefix}post_feedforward_layernorm", hidden, config.post_norms),
     )
+
+
+def _matrices(weights: WeightFiles, rows: dict[str, int], columns: int) -> torch.Tensor:
+    """The named matrices [rows, columns], one below the other."""
+    return torch.cat([weights.take(f"{name}.weight", size, columns) for name, size in rows.items()])
+
+
+def _biases(weights: WeightFiles, sizes: dict[str, int], present: bool) -> torch.Tensor | None:
+    """The named biases, end to end, where the architecture has them."""
+    return torch.cat([weights.take(f"{name}.bias", size) for name, size in sizes.items()]) if present else None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,9 +87,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def project_qkv(
-    x: torch.Tensor, layer: LayerWeights, config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor
+    x: torch.Tensor,
+    layer: LayerWeights,
+    config: ModelConfig,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normed hidden states [tokens, hidden] to rotated queries, rotated keys and values [tokens, heads, head_dim]."""
+    """Normed hidden states [tokens, hidden] to rotated queries, rotated keys and values [tokens, heads, head_dim].
+
+    rotation: the tokens' cos and sin; None leaves queries and keys as they are.
+    """
     heads, kv_heads = config.num_heads, config.num_kv_heads
     qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
     query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -77,11 +103,13 @@ def project_qkv(
         query = rms_norm(query_key[:, :heads], layer.q_norm, config.rms_norm_eps)
         key = rms_norm(query_key[:, heads:], layer.k_norm, config.rms_norm_eps)
         query_key = torch.cat((query, key), dim=1)
-    rotated = rotate(query_key, cos, sin)
-    return rotated[:, :heads], rotated[:, heads:], value
+    if rotation is not None:
+        query_key = rotate(query_key, *rotation)
+    return query_key[:, :heads], query_key[:, heads:], value
 
 
-def swiglu(x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)) for x [tokens, hidden] (arXiv 2002.05202)."""
-    gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate).mul_(up), layer.down)
+def gated_mlp(x: torch.Tensor, layer: LayerWeights, hidden_act: str) -> torch.Tensor:
+    """down(act(gate(x)) * up(x)) for x [tokens, hidden] (SwiGLU and GeGLU, arXiv 2002.05202)."""
+    gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+    activated = F.silu(gate) if hidden_act == "silu" else F.gelu(gate, approximate="tanh")
+    return F.linear(activated.mul_(up), layer.down, layer.down_bias)

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paceline_engine.models import hf_folder
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.source import ModelError, ModelSource
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 DESCRIPTION = "paceline.json"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
@@ -109,8 +109,12 @@ def load_model_dir(path: Path | str) -> LoadedModel:
         raise ModelError(f"{directory} was converted by another version: remove it, it will be converted again")
     files = [_checked_file(directory, entry) for entry in description["files"]]
     template = directory / TEMPLATE
-    raw = {name: value for name, value in description["model"].items() if name in _CONFIG_FIELDS}
-    raw["eos_token_ids"] = tuple(raw["eos_token_ids"])
+    # JSON has no tuples.
+    raw: dict[str, Any] = {
+        name: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+        for name, value in description["model"].items()
+        if name in _CONFIG_FIELDS
+    }
     return LoadedModel(
         directory=directory,
         config=ModelConfig(**raw),

@@ -34,15 +34,21 @@ class WeightFiles:
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle isn't iterable
                 self._file_of[name] = handle
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `name`, which must have `shape`; a view of the file unless its dtype differs."""
+        return self._read(name, shape).to(self._dtype)
+
+    def take_norm(self, name: str, size: int, offset: float) -> torch.Tensor:
+        """A norm's weight [size] plus `offset`, summed in float32."""
+        if not offset:
+            return self.take(name, size)
+        return (self._read(name, (size,)).float() + offset).to(self._dtype)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         handle = self._file_of.get(name)
         if handle is None:
             raise WeightsError(f"the checkpoint has no tensor {name!r}")
         tensor: torch.Tensor = handle.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration implies {shape}")
-        return tensor.to(self._dtype)
+        return tensor

@@ -23,6 +23,7 @@ from paceline_engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E
 from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams  # noqa: E402
 from paceline_engine.models.config import ModelConfig  # noqa: E402
 from paceline_engine.models.decoder import Decoder  # noqa: E402
+from paceline_engine.models.hf_folder import read_config  # noqa: E402
 from paceline_engine.runner import ModelRunner  # noqa: E402
 
 BLOCK_SIZE = 4
@@ -130,17 +131,11 @@ def random_prompts(count: int, vocab_size: int, seed: int = 0, longest: int = 40
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "gqa-tied": {"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "mha-untied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "mha-untied": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "mqa-wide-heads": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24},
-    "bias": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
-    "linear-rope": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0},
-    },
+    "bias": {"attention_bias": True, "mlp_bias": True},
+    "linear-rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0}},
     "llama3-rope": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 500000.0,
@@ -150,59 +145,42 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "qwen3-qk-norm": {
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
+    "qwen3-qk-norm": {"model_type": "qwen3", "head_dim": 16},
 }
 
 
 def build_checkpoint(folder: Path, geometry: dict[str, Any]) -> Checkpoint:
-    """A random checkpoint saved by transformers, reloaded as its reference."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """A random checkpoint saved by transformers and read back by our loader; `geometry` overrides its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {
+        "model_type": "llama",
         "vocab_size": 199,
         "hidden_size": 48,
         "intermediate_size": 112,
         "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         # Large enough that tokens differ from step to step; the default's logits are nearly flat.
         "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
         **geometry,
     }
-    qwen = options.pop("model_type", "llama") == "qwen3"
     torch.manual_seed(1234)
-    hf_config = (Qwen3Config if qwen else LlamaConfig)(**options)
-    reference = (Qwen3ForCausalLM if qwen else LlamaForCausalLM)(hf_config).eval()
+    hf_config = AutoConfig.for_model(**options)
+    # Soft caps are computed by the eager attention alone.
+    reference = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     reference.save_pretrained(folder)
-    rope = dict(hf_config.rope_parameters)
-    config = ModelConfig(
-        architecture="qwen3" if qwen else "llama",
-        vocab_size=hf_config.vocab_size,
-        hidden_size=hf_config.hidden_size,
-        intermediate_size=hf_config.intermediate_size,
-        num_layers=hf_config.num_hidden_layers,
-        num_heads=hf_config.num_attention_heads,
-        num_kv_heads=hf_config.num_key_value_heads,
-        head_dim=hf_config.head_dim,
-        max_position_embeddings=hf_config.max_position_embeddings,
-        rms_norm_eps=hf_config.rms_norm_eps,
-        rope_theta=rope.pop("rope_theta"),
-        rope_scaling=rope,
-        tie_word_embeddings=hf_config.tie_word_embeddings,
-        attention_bias=hf_config.attention_bias,
-        qk_norm=qwen,
-    )
-    return Checkpoint(config, sorted(folder.glob("*.safetensors")), reference)
+    return Checkpoint(read_config(folder), sorted(folder.glob("*.safetensors")), reference)
 
 
 @pytest.fixture(scope="session")
@@ -240,3 +218,9 @@ def prompts_for() -> Callable[..., list[list[int]]]:
 def make_checkpoint() -> type[Checkpoint]:
     """`Checkpoint`."""
     return Checkpoint
+
+
+@pytest.fixture(scope="session")
+def build() -> Callable[[Path, dict[str, Any]], Checkpoint]:
+    """`build_checkpoint`."""
+    return build_checkpoint
