@@ -6,7 +6,7 @@ number of sequences, never on the length of their contexts. Host side only; know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,9 @@ import numpy.typing as npt
 import torch
 
 from paceline_engine.core.outputs import ScheduledRequest, StepPlan
+
+# Most tokens of a share that is attended to in a group with others; longer ones are prefill chunks.
+MAX_SHORT_SHARE = 16
 
 IntArray = npt.NDArray[np.int64]
 
@@ -61,14 +64,16 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeGroup:
-    """Neighbouring one-token rows [begin, end) of the batch with contexts of similar length.
+    """Neighbouring rows [begin, end) of the batch: equal short shares of sequences with contexts of similar length.
 
-    block_ids [rows, blocks] is padded. padding: flat indices into rows x (blocks * block_size) of positions outside a
-    row's context; mask [rows, 1, 1, positions] adds 0 inside and -inf outside.
+    A share is num_tokens rows: 1 to decode, more to verify guesses. block_ids [sequences, blocks] is padded. padding:
+    flat indices into sequences x (blocks * block_size) of positions outside a sequence's context; mask
+    [sequences, 1, num_tokens, positions] adds 0 where a token sees a position and -inf elsewhere.
     """
 
     begin: int
     end: int
+    num_tokens: int
     block_ids: torch.Tensor
     padding: torch.Tensor
     mask: torch.Tensor
@@ -91,9 +96,10 @@ class PrefillSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A flat token batch: decodes first, by length of context, then prefill chunks.
+    """A flat token batch: short shares first, by number of tokens and length of context, then prefill chunks.
 
-    samplers: the requests that sample, in the order of logits_rows.
+    logits_rows: for each of samplers, the requests that sample, its last known token and its guesses; then the rows of
+    `scored`, requests whose prompt tokens' logprobs are asked for, every token of their shares.
     """
 
     token_ids: torch.Tensor
@@ -103,32 +109,41 @@ class Batch:
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillSequence, ...]
     samplers: tuple[ScheduledRequest, ...]
+    scored: tuple[ScheduledRequest, ...]
 
 
-def build_batch(plan: StepPlan, tables: BlockTables, dtype: torch.dtype) -> Batch:
-    """Index tensors of a step; `tables` must have been brought up to date with `plan`."""
-    decodes = sorted((item for item in plan.scheduled if item.num_tokens == 1), key=lambda item: item.end)
-    prefills = [item for item in plan.scheduled if item.num_tokens > 1]
-    items = decodes + prefills
+def build_batch(
+    scheduled: Sequence[ScheduledRequest],
+    tables: BlockTables,
+    dtype: torch.dtype,
+    is_scored: Callable[[ScheduledRequest], bool] = lambda _: False,
+) -> Batch:
+    """Index tensors of a step; `tables` must have been brought up to date with its plan."""
+    short = [item for item in scheduled if item.num_tokens <= MAX_SHORT_SHARE]
+    short.sort(key=lambda item: (item.num_tokens, item.end))
+    items = short + [item for item in scheduled if item.num_tokens > MAX_SHORT_SHARE]
     rows = tables.rows(items)
     counts = np.array([item.num_tokens for item in items], dtype=np.int64)
     ends = np.cumsum(counts)
     positions = np.concatenate([np.arange(item.start, item.end, dtype=np.int64) for item in items])
     token_ids = np.concatenate([np.array(item.token_ids, dtype=np.int64) for item in items])
     samples = [index for index, item in enumerate(items) if item.sample]
-    num_decodes = len(decodes)
+    scored = [index for index, item in enumerate(items) if is_scored(item)]
+    spans = [np.arange(ends[index] - items[index].num_draft_tokens - 1, ends[index]) for index in samples]
+    spans += [np.arange(ends[index] - items[index].num_tokens, ends[index]) for index in scored]
     return Batch(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(tables.slots(np.repeat(rows, counts), positions)),
-        logits_rows=torch.from_numpy(ends[samples] - 1),
-        decodes=tuple(_decode_groups(decodes, rows[:num_decodes], tables, dtype)),
+        logits_rows=torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *spans])),
+        decodes=tuple(_decode_groups(short, rows[: len(short)], tables, dtype)),
         prefills=tuple(
             _prefill(item, int(end), rows[index : index + 1], tables)
             for index, (item, end) in enumerate(zip(items, ends, strict=True))
-            if index >= num_decodes
+            if index >= len(short)
         ),
         samplers=tuple(items[index] for index in samples),
+        scored=tuple(items[index] for index in scored),
     )
 
 
@@ -143,26 +158,44 @@ def _prefill(item: ScheduledRequest, end: int, row: IntArray, tables: BlockTable
 
 
 def _decode_groups(
-    decodes: Sequence[ScheduledRequest], rows: IntArray, tables: BlockTables, dtype: torch.dtype
+    short: Sequence[ScheduledRequest], rows: IntArray, tables: BlockTables, dtype: torch.dtype
 ) -> list[DecodeGroup]:
-    """Cut rows sorted by context length where the longest would be over twice the shortest: padding stays bounded."""
+    """Cut sorted shares where their size changes or the longest context would be over twice the shortest.
+
+    So padding stays bounded, and the number of groups is one of sizes and lengths, not of sequences.
+    """
     groups: list[DecodeGroup] = []
+    first = 0
     begin = 0
-    for index in range(1, len(decodes) + 1):
-        if index < len(decodes) and decodes[index].end <= 2 * decodes[begin].end + tables.block_size:
+    for index in range(1, len(short) + 1):
+        if (
+            index < len(short)
+            and short[index].num_tokens == short[first].num_tokens
+            and short[index].end <= 2 * short[first].end + tables.block_size
+        ):
             continue
-        lengths = np.array([item.end for item in decodes[begin:index]], dtype=np.int64)
-        num_blocks = -(-int(lengths[-1]) // tables.block_size)
-        outside = np.arange(num_blocks * tables.block_size)[None, :] >= lengths[:, None]
-        mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(torch.from_numpy(outside), -torch.inf)
-        groups.append(
-            DecodeGroup(
-                begin=begin,
-                end=index,
-                block_ids=torch.from_numpy(tables.block_ids(rows[begin:index], num_blocks)),
-                padding=torch.from_numpy(np.flatnonzero(outside)),
-                mask=mask[:, None, None, :],
-            )
-        )
-        begin = index
+        group = _decode_group(short[first:index], begin, rows[first:index], tables, dtype)
+        groups.append(group)
+        first, begin = index, group.end
     return groups
+
+
+def _decode_group(
+    items: Sequence[ScheduledRequest], begin: int, rows: IntArray, tables: BlockTables, dtype: torch.dtype
+) -> DecodeGroup:
+    num_tokens = items[0].num_tokens
+    lengths = np.array([item.end for item in items], dtype=np.int64)
+    num_blocks = -(-int(lengths[-1]) // tables.block_size)
+    positions = np.arange(num_blocks * tables.block_size)
+    # Token i of a share sees num_tokens - 1 - i positions fewer than its last one.
+    seen = lengths[:, None] - np.arange(num_tokens - 1, -1, -1)[None, :]
+    outside = positions[None, None, :] >= seen[:, :, None]
+    mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(torch.from_numpy(outside), -torch.inf)
+    return DecodeGroup(
+        begin=begin,
+        end=begin + len(items) * num_tokens,
+        num_tokens=num_tokens,
+        block_ids=torch.from_numpy(tables.block_ids(rows, num_blocks)),
+        padding=torch.from_numpy(np.flatnonzero(outside[:, -1])),
+        mask=mask[:, None],
+    )

@@ -1,41 +1,108 @@
-"""Runs step plans on a paged model: index tensors, forward pass, sampling.
+"""Runs step plans on a paged model: rows, index tensors, forward pass, sampling, drafting.
 
-Holds what outlives a step on the device side: weights, KV memory and block tables. Decides nothing; the scheduler does.
+Holds what outlives a step on the device side: weights, KV memory, block tables and the state of running requests.
+Decides nothing; the scheduler does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from msgspec.structs import replace
 
 from paceline_engine.backends.cpu_attention import CpuAttention, PagedKV
-from paceline_engine.batch import BlockTables, build_batch
-from paceline_engine.core.outputs import AdmittedRequest, StepPlan, StepResult
+from paceline_engine.batch import Batch, BlockTables, build_batch
+from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.messages import SamplingParams, TokenLogprobs
 from paceline_engine.models.decoder import Decoder
-from paceline_engine.sampler import sample
+from paceline_engine.sampling.logprobs import token_logprobs
+from paceline_engine.sampling.row import Row, RowError
+from paceline_engine.sampling.sampler import Sampler
 
 
 class ModelRunner:
-    """One model with its KV pool."""
+    """One model with its KV pool. lenience: 1 is exact speculation, see `sampling.speculation`."""
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: PagedKV, *, max_num_seqs: int, max_model_len: int, lenience: float = 1.0
+    ) -> None:
         self.kv = kv
         self._decoder = decoder
         max_blocks = -(-max_model_len // kv.block_size)
         self._tables = BlockTables(max_num_seqs, max_blocks, kv.block_size)
-        self._rows: dict[str, AdmittedRequest] = {}
+        self._rows: dict[str, Row] = {}
+        self._sampler = Sampler(decoder.config.vocab_size, lenience)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[StepResult]:
-        """Compute the plan's KV and one token for each request that samples."""
+        """Compute the plan's KV and tokens for each request that samples.
+
+        A prompt's logprobs come with the chunk that yields them, also from one that doesn't sample.
+        """
+        self._apply(plan)
+        if not plan.scheduled:
+            return []
+        batch = build_batch(plan.scheduled, self._tables, self.kv.tensor.dtype, self._is_scored)
+        logits = self._decoder.forward(
+            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch)
+        )
+        num_sampled = sum(item.num_draft_tokens + 1 for item in batch.samplers)
+        scores = self._score_prompts(logits[num_sampled:], batch)
+        rows = [self._rows[item.request_id] for item in batch.samplers]
+        for item, row in zip(batch.samplers, rows, strict=True):
+            row.resume_at(item.num_known_tokens)
+        results = self._sampler.sample(logits[:num_sampled], batch.samplers, rows)
+        for result, row in zip(results, rows, strict=True):
+            for token_id in result.token_ids:
+                row.push(token_id)
+        return _with_scores(results, scores)
+
+    def _apply(self, plan: StepPlan) -> None:
         self._tables.apply(plan)
         for request_id in plan.released:
             self._rows.pop(request_id, None)
         for admitted in plan.admitted:
-            self._rows[admitted.request_id] = admitted
-        if not plan.scheduled:
-            return []
-        batch = build_batch(plan, self._tables, self.kv.tensor.dtype)
-        logits = self._decoder.forward(
-            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch)
-        )
-        return sample(logits, batch.samplers, [self._rows[item.request_id].sampling for item in batch.samplers])
+            self._rows[admitted.request_id] = self._make_row(admitted)
+
+    def _make_row(self, admitted: AdmittedRequest) -> Row:
+        config = self._decoder.config
+        try:
+            return Row(admitted, config.vocab_size, config.eos_token_ids)
+        except RowError as error:
+            plain = SamplingParams(max_tokens=admitted.sampling.max_tokens)
+            row = Row(replace(admitted, sampling=plain), config.vocab_size, config.eos_token_ids)
+            row.error = str(error)
+            return row
+
+    def _is_scored(self, item: ScheduledRequest) -> bool:
+        return self._num_scored(item) > 0
+
+    def _num_scored(self, item: ScheduledRequest) -> int:
+        """How many of the share's tokens are followed by a prompt token whose logprob is asked for."""
+        row = self._rows[item.request_id]
+        # Where output is known already, its first token went out, and the prompt's logprobs with it.
+        if row.sampling.prompt_logprobs is None or row.had_output:
+            return 0
+        return min(item.end, row.num_prompt_tokens - 1) - item.start
+
+    def _score_prompts(self, logits: torch.Tensor, batch: Batch) -> dict[str, tuple[TokenLogprobs, ...]]:
+        """Logprobs of prompt tokens by request, from logits [tokens of the scored shares, vocab]."""
+        scores: dict[str, tuple[TokenLogprobs, ...]] = {}
+        begin = 0
+        for item in batch.scored:
+            row, count = self._rows[item.request_id], self._num_scored(item)
+            targets = row.token_ids[item.start + 1 : item.start + 1 + count]
+            logprobs = logits[begin : begin + count].log_softmax(-1)
+            scores[item.request_id] = tuple(
+                token_logprobs(logprobs, targets, [row.sampling.prompt_logprobs or 0] * count)
+            )
+            begin += item.num_tokens
+        return scores
+
+
+def _with_scores(results: Sequence[StepResult], scores: dict[str, tuple[TokenLogprobs, ...]]) -> list[StepResult]:
+    if not scores:
+        return list(results)
+    joined = [replace(result, prompt_logprobs=scores.pop(result.request_id, ())) for result in results]
+    return joined + [StepResult(request_id, prompt_logprobs=entries) for request_id, entries in scores.items()]

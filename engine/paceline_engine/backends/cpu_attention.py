@@ -73,19 +73,24 @@ class CpuAttention:
 
     def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup, mask: torch.Tensor) -> torch.Tensor:
         num_rows, num_heads, head_dim = query.shape
+        num_tokens = group.num_tokens
         key, value = self._kv.gather(layer, group.block_ids.flatten())
         key.index_fill_(0, group.padding, 0.0)
         value.index_fill_(0, group.padding, 0.0)
         kv_heads = key.shape[1]
-        shape = (num_rows, -1, kv_heads, head_dim)
+        sharing = num_heads // kv_heads
+        shape = (num_rows // num_tokens, -1, kv_heads, head_dim)
+        # Heads that share KV, and then a share's tokens, are rows of one query.
+        packed = query.reshape(-1, num_tokens, kv_heads, sharing, head_dim).permute(0, 2, 3, 1, 4)
         attended = _scaled_dot_product(
-            query.reshape(num_rows, kv_heads, num_heads // kv_heads, head_dim),
+            packed.reshape(-1, kv_heads, sharing * num_tokens, head_dim),
             key.view(shape).transpose(1, 2),
             value.view(shape).transpose(1, 2),
             self._kv.layers[layer],
-            mask,
+            mask if num_tokens == 1 else mask.repeat(1, 1, sharing, 1),
         )
-        return attended.reshape(num_rows, num_heads, head_dim)
+        unpacked = attended.reshape(-1, kv_heads, sharing, num_tokens, head_dim).permute(0, 3, 1, 2, 4)
+        return unpacked.reshape(num_rows, num_heads, head_dim)
 
     def _prefill(
         self, layer: int, query: torch.Tensor, item: PrefillSequence, mask: torch.Tensor | None
@@ -137,7 +142,7 @@ def _scaled_dot_product(
 
 
 def _window_mask(mask: torch.Tensor, window: int) -> torch.Tensor:
-    """A decode group's mask [rows, 1, 1, positions] that also hides what lies before each row's window."""
+    """A decode group's mask [sequences, 1, tokens, positions] that also hides what lies before each token's window."""
     positions = torch.arange(mask.shape[-1])
     lengths = (mask == 0).sum(dim=-1, keepdim=True)
     return mask.masked_fill(positions < lengths - window, -torch.inf)
