@@ -91,7 +91,10 @@ class CoreLoop:
             )
 
     def _wait_seconds(self) -> float:
-        return 0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS
+        """How long to listen before the next step: not at all, unless a step would have nothing to do."""
+        if not self._scheduler.has_work:
+            return HEARTBEAT_SECONDS
+        return min(HEARTBEAT_SECONDS, self._scheduler.seconds_to_wait(self._clock()))
 
     def _drain(self, wait_seconds: float) -> tuple[list[RequestOutput], list[CommandResult]]:
         """Take what has arrived, waiting only for the first message; bounded, so that a flood can't stop the steps."""
@@ -158,6 +161,10 @@ class CoreLoop:
             step_alpha_seconds=speed.alpha,
             step_beta_seconds=speed.beta,
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            num_deadline_refusals=scheduler.num_deadline_refusals,
+            num_deadline_misses=scheduler.num_deadline_misses,
+            num_queue_refusals=scheduler.num_queue_refusals,
+            waiting_reasons=scheduler.waiting_reasons(),
             asleep=scheduler.asleep,
         )
 

@@ -67,11 +67,13 @@ class KVManager:
 
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks the request lacks to hold its first `num_tokens` tokens."""
-        return max(0, self.num_blocks_for(num_tokens) - len(request.block_ids))
+        return max(0, -(-num_tokens // self.block_size) - len(request.block_ids))
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Extend the block table to hold `num_tokens` tokens; the new ids, or None if too few blocks are free."""
-        missing = self.num_missing_blocks(request, num_tokens)
+        missing = -(-num_tokens // self.block_size) - len(request.block_ids)
+        if missing <= 0:
+            return []
         if missing > self.pool.num_free_blocks:
             return None
         block_ids = self.pool.allocate(missing)
@@ -116,7 +118,7 @@ class KVManager:
 
     def publish(self, request: Request) -> None:
         """Let others find the blocks that the request has filled."""
-        if self.cache is not None:
+        if self.cache is not None and request.num_computed_tokens // self.block_size > request.num_published_blocks:
             self.cache.publish(request)
 
     def release(self, request: Request) -> None:

@@ -28,37 +28,41 @@ class RankedRequests:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy: SchedulingPolicy = policy
         self._ranks: list[Rank] = []
-        self._requests: list[Request] = []
+        self.requests: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        return iter(self.requests)
 
     def __getitem__(self, index: int) -> Request:
-        return self._requests[index]
+        return self.requests[index]
 
     def add(self, request: Request) -> None:
         """Put a request in its place."""
         rank = rank_of(request, self.policy)
         index = bisect_left(self._ranks, rank)
         self._ranks.insert(index, rank)
-        self._requests.insert(index, request)
+        self.requests.insert(index, request)
 
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError if it isn't in."""
         index = bisect_left(self._ranks, rank_of(request, self.policy))
-        if index == len(self._requests) or self._requests[index] is not request:
+        if index == len(self.requests) or self.requests[index] is not request:
             raise KeyError(request.request_id)
         del self._ranks[index]
-        del self._requests[index]
+        del self.requests[index]
 
     def pop(self, index: int = -1) -> Request:
         """Take out the request at `index`: 0 is the best, -1 the worst."""
         del self._ranks[index]
-        return self._requests.pop(index)
+        return self.requests.pop(index)
 
-    def num_before(self, request: Request) -> int:
-        """How many rank ahead of a request, whether or not it is in."""
-        return bisect_left(self._ranks, rank_of(request, self.policy))
+    def before(self, request: Request) -> list[Request]:
+        """Those that rank ahead of a request, which need not be in."""
+        return self.requests[: bisect_left(self._ranks, rank_of(request, self.policy))]
+
+    def after(self, request: Request) -> list[Request]:
+        """Those that rank behind a request, which must not be in."""
+        return self.requests[bisect_left(self._ranks, rank_of(request, self.policy)) :]

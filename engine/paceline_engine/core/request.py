@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from paceline_engine.core.ngram import NgramIndex
 from paceline_engine.core.outputs import AdmittedRequest
-from paceline_engine.core.spec import NgramIndex
 from paceline_engine.messages import AddRequest, Constraint, SamplingParams, TokenLogprobs
 
 

@@ -13,43 +13,35 @@ finish_reason. Imports neither tensors nor I/O, and takes neither a clock nor ra
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from paceline_engine.core.admission import (
+    Refusal,
+    SchedulerConfig,
+    num_blocks_at_risk,
+    why_impossible,
+    why_too_late,
+)
+from paceline_engine.core.batching import BatchGate
 from paceline_engine.core.block_pool import BlockPoolError
+from paceline_engine.core.deadlines import DeadlineQueue, missed_text
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
-from paceline_engine.core.ranked import RankedRequests, SchedulingPolicy
+from paceline_engine.core.ranked import RankedRequests
 from paceline_engine.core.request import Request, RequestStatus
-from paceline_engine.core.spec import MAX_DRAFT_TOKENS, NgramIndex, SpeculationConfig, SpeculationPolicy
+from paceline_engine.core.results import output_of, problem_with, take_prompt_logprobs
+from paceline_engine.core.spec import SpeculationConfig, SpeculationPolicy
 from paceline_engine.core.speed import StepSpeed
-from paceline_engine.messages import AddRequest, ErrorKind, RequestOutput, TokenLogprobs
+from paceline_engine.core.waiting import Reason, Waiting, explain
+from paceline_engine.messages import AddRequest, ErrorKind, RequestOutput
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Bounds of the scheduler. Lengths and budgets are tokens.
-
-    max_num_seqs bounds running requests, max_num_batched_tokens a step, prefill_chunk_tokens one request's share of a
-    step, max_model_len prompt plus output, max_num_waiting the queue of requests that never ran.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk_tokens: int
-    max_model_len: int
-    max_num_waiting: int = 1024
-    scheduling_policy: SchedulingPolicy = "priority"
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "max_num_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
+__all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """Owns every live request. Call order: add/abort any number of times, then schedule, then update."""
+    """Owns every live request. Call order: add/abort any number of times, then schedule, then update.
+
+    num_deadline_refusals, num_queue_refusals: requests refused on arrival; num_deadline_misses: cut later.
+    """
 
     def __init__(
         self,
@@ -60,19 +52,29 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
-        self.num_preemptions = 0
-        self.asleep = False
         self.speed = StepSpeed(config.prefill_chunk_tokens)
         self.speculation = SpeculationPolicy(speculation or SpeculationConfig())
+        self.asleep = False
+        self.num_preemptions = 0
+        self.num_deadline_refusals = 0
+        self.num_deadline_misses = 0
+        self.num_queue_refusals = 0
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._num_arrivals = 0
         self._adapters: dict[str, str] = {}
+        self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
         self._running = RankedRequests(config.scheduling_policy)
         self._waiting = RankedRequests(config.scheduling_policy)
+        self._deadlines = DeadlineQueue()
+        self._gate = BatchGate(config.batching, config.max_num_seqs, config.batch_wait_s)
+        self._ended: list[RequestOutput] = []
         self._admitted: list[AdmittedRequest] = []
         self._released: list[str] = []
+        # Of the step that was planned last: when it began, and its tokens.
         self._began = 0.0
+        self._num_step_tokens = 0
+        self._num_step_decodes = 0
+        self._holdup: tuple[Reason, float] = ("budget", 0.0)
 
     @property
     def num_running(self) -> int:
@@ -87,7 +89,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests)
+        return bool(self._requests) or bool(self._ended)
+
+    def seconds_to_wait(self, now: float) -> float:
+        """How long nothing can be scheduled unless a request arrives: while a batch is given time to fill."""
+        return 0.0 if len(self._running) or self._ended else max(0.0, self._gate.seconds_to_wait(self._waiting, now))
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
         """Queue a request, or return its terminal "error" output."""
@@ -104,40 +110,33 @@ class Scheduler:
             arrival=self._num_arrivals,
             now=now,
         )
-        refusal = self._why_refused(request)
+        refusal = self._why_refused(request, now)
         if refusal is not None:
-            return RequestOutput(
-                request_id=message.request_id, finish_reason="error", error=refusal[1], error_kind=refusal[0]
-            )
+            kind, text = refusal
+            return RequestOutput(request_id=message.request_id, finish_reason="error", error=text, error_kind=kind)
         self._requests[request.request_id] = request
         self._waiting.add(request)
+        self._deadlines.add(request)
         return None
 
-    def _why_refused(self, request: Request) -> tuple[ErrorKind, str] | None:
-        num_prompt, max_model_len = request.num_prompt_tokens, self.config.max_model_len
+    def _why_refused(self, request: Request, now: float) -> Refusal | None:
+        problem = why_impossible(request, self.config, self.kv)
+        limit = self.config.max_num_waiting
         if self.asleep:
             return "asleep", "the engine sleeps; wake it first"
         if request.adapter is not None and request.adapter not in self._adapters:
             return "invalid", f"the adapter {request.adapter!r} isn't loaded"
-        if num_prompt == 0:
-            return "invalid", "the prompt has no tokens"
-        if request.sampling.max_tokens < 1:
-            return "invalid", f"max_tokens must be at least 1, not {request.sampling.max_tokens}"
-        if num_prompt >= max_model_len:
-            return "invalid", (
-                f"the prompt has {num_prompt} tokens; with a maximum length of {max_model_len} at most "
-                f"{max_model_len - 1} fit, so that one can be generated"
-            )
-        needed = self.kv.num_blocks_for(request.max_kv_tokens)
-        if needed > self.kv.pool.num_blocks:
-            return "invalid", (
-                f"the request may need {needed} KV blocks and the engine has {self.kv.pool.num_blocks}; shorten the "
-                "prompt, lower max_tokens or give the engine more KV cache memory"
-            )
-        if len(self._waiting) >= self.config.max_num_waiting:
-            limit = self.config.max_num_waiting
+        if problem is not None:
+            return "invalid", problem
+        if len(self._waiting) >= limit:
+            self.num_queue_refusals += 1
             return "queue_full", f"the engine's queue is full ({limit} requests); try again later"
-        return None
+        if request.ttft_deadline is None and request.e2e_deadline is None:
+            return None
+        ahead = [*self._running, *self._waiting.before(request)]
+        problem = why_too_late(request, ahead, self.kv, self.speed, now)
+        self.num_deadline_refusals += problem is not None
+        return None if problem is None else ("deadline", problem)
 
     def set_adapter(self, name: str, digest: str) -> None:
         """Requests may name this adapter from now on; its content's `digest` becomes part of block identity."""
@@ -175,33 +174,44 @@ class Scheduler:
         self.asleep = False
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Choose the next step's work and take the blocks it needs; preempts when they run out."""
+        """Choose the next step's work and take the blocks it needs; preempts when they run out.
+
+        Requests that have missed a deadline are cut first; `update` returns their terminal outputs.
+        """
+        for request, kind in self._deadlines.expired(now, self._requests):
+            self.num_deadline_misses += 1
+            self._ended.append(self._finish(request, "deadline", missed_text(request, kind), "deadline"))
         self._began = now
+        self._num_step_decodes = 0
         scheduled: list[ScheduledRequest] = []
+        num_preemptions = self.num_preemptions
         budget = self._schedule_running(scheduled, self.config.max_num_batched_tokens)
-        # After a preemption this lets nobody in: the last victim waits in front, and it lost its blocks because fewer
-        # were left than it needs to come back.
-        self._schedule_waiting(scheduled, budget)
+        # Blocks that somebody just lost go to those who needed them; he would be let in again only to lose them again.
+        if self._waiting and self.num_preemptions == num_preemptions:
+            budget = self._schedule_waiting(scheduled, budget, now)
+        self._num_step_tokens = self.config.max_num_batched_tokens - budget
         released, self._released = tuple(self._released), []
         admitted, self._admitted = tuple(self._admitted), []
         return StepPlan(scheduled=tuple(scheduled), admitted=admitted, released=released)
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        index = 0
+        running, chunk = self._running.requests, self.config.prefill_chunk_tokens
         # Prefills leave one token for each decode behind them, or a few long prompts would stop everybody's stream.
-        decodes_left = sum(1 for request in self._running if request.num_pending_tokens == 1)
+        decodes_left = 0
+        for request in running:
+            decodes_left += len(request.token_ids) - request.num_computed_tokens == 1
+        index = 0
         # Not a for loop: preemption shortens the list from its end.
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
+        while index < len(running) and budget > 0:
+            request = running[index]
             index += 1
-            pending = request.num_pending_tokens
-            if pending == 1:
+            num_tokens = len(request.token_ids) - request.num_computed_tokens
+            if num_tokens == 1:
                 decodes_left -= 1
-                num_tokens = 1
+                self._num_step_decodes += 1
             else:
-                # The first running request always moves, whatever stands behind it.
-                room = budget - decodes_left if index > 1 else max(1, budget - decodes_left)
-                num_tokens = min(pending, self.config.prefill_chunk_tokens, room)
+                # At least 1 for the first: nobody is admitted without a token, so no more run than the budget has.
+                num_tokens = min(num_tokens, chunk, budget - decodes_left)
                 if num_tokens < 1:
                     continue
             new_block_ids = self._grow_or_preempt(request, num_tokens)
@@ -237,28 +247,46 @@ class Scheduler:
         self._waiting.add(request)
         self._released.append(request.request_id)
 
-    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float) -> int:
+        self._gate.begin_step(len(self._running), self._waiting, self._num_arrivals, now)
         reserved = sum(self.kv.num_missing_blocks(request, request.num_tokens) for request in self._running)
-        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
+        while self._waiting:
             request = self._waiting[0]
             cached = self.kv.find_cached(request)
-            needed = self.kv.num_blocks_to_admit(request, cached)
-            if reserved + needed > self._num_admissible_blocks():
+            holdup = self._why_not_now(request, cached, reserved, budget, now)
+            if holdup is not None:
+                self._holdup = holdup
                 break  # Strictly in order: letting a smaller one pass could starve this one.
             self._waiting.pop(0)
             new_block_ids = self._admit(request, cached)
             num_tokens = min(request.num_pending_tokens, self.config.prefill_chunk_tokens, budget)
-            more = self.kv.grow_if_free(request, request.num_computed_tokens + num_tokens)
-            scheduled.append(self._share_of(request, num_tokens, new_block_ids + more, num_tokens))
+            new_block_ids += self.kv.grow_if_free(request, request.num_computed_tokens + num_tokens)
+            scheduled.append(self._share_of(request, num_tokens, new_block_ids, num_tokens))
             budget -= num_tokens
             reserved += self.kv.num_missing_blocks(request, request.num_tokens)
+        return budget
 
-    def _num_admissible_blocks(self) -> int:
-        """Free blocks less one for each running request: a newcomer shouldn't be thrown out by their next block."""
-        return self.kv.pool.num_free_blocks - len(self._running)
+    def _why_not_now(
+        self, request: Request, cached: list[int], reserved: int, budget: int, now: float
+    ) -> tuple[Reason, float] | None:
+        """What the first waiting request lacks to be admitted in this step, and how much of it; None if nothing."""
+        if len(self._running) >= self.config.max_num_seqs:
+            return "seqs", len(self._running) - self.config.max_num_seqs + 1
+        if not self._gate.admits(request):
+            return "batch", self.seconds_to_wait(now)
+        if budget < 1:
+            return "budget", 1
+        # Less one for each running request: a newcomer shouldn't be thrown out by their next block.
+        free = self.kv.pool.num_free_blocks - len(self._running)
+        missing = reserved + self.kv.num_blocks_to_admit(request, cached) - free
+        if missing > 0:
+            return "blocks", missing
+        missing = num_blocks_at_risk(request, self._running, self.config, self.kv)
+        return ("preemption", missing) if missing > 0 else None
 
     def _admit(self, request: Request, cached: list[int]) -> list[int]:
         """Make a waiting request running on cached blocks, its offloaded KV restored; the blocks that it then has."""
+        self._gate.admitted(request)
         self.kv.attach(request, cached)
         new_block_ids = cached + self.kv.grow_if_free(request, request.num_offloaded_tokens)
         self.kv.restore(request)
@@ -274,135 +302,97 @@ class Scheduler:
         """The request's part of the step: `num_tokens` known tokens, and guesses as far as `budget` has room."""
         start = request.num_computed_tokens
         end = start + num_tokens
-        sample = end == len(request.token_ids)
         token_ids = request.token_ids[start:end]
-        if not sample or not (self.speculation.is_on or request.draft_token_ids):
-            return ScheduledRequest(
-                request_id=request.request_id,
-                token_ids=token_ids,
-                start=start,
-                new_block_ids=new_block_ids,
-                sample=sample,
-            )
-        wanted = self.speculation.num_wanted(request.traffic_class)
-        drafts = self._drafts(request, wanted, min(budget, self.config.prefill_chunk_tokens) - num_tokens)
-        if drafts:
-            token_ids += drafts
-            new_block_ids = new_block_ids + self.kv.grow_if_free(request, end + len(drafts))
+        sample = end == len(request.token_ids)
+        num_drafts = num_wanted = 0
+        if sample and (self.speculation.is_on or request.draft_token_ids):
+            room = min(budget, self.config.prefill_chunk_tokens) - num_tokens
+            wanted = self.speculation.num_wanted(request.traffic_class)
+            num_wanted = wanted if self.speculation.device_drafts else 0
+            drafts = self.speculation.drafts(request, wanted, self._room_for_drafts(request, room))
+            num_drafts = len(drafts)
+            if drafts:
+                token_ids += drafts
+                new_block_ids += self.kv.grow_if_free(request, end + num_drafts)
         return ScheduledRequest(
             request_id=request.request_id,
             token_ids=token_ids,
             start=start,
             new_block_ids=new_block_ids,
-            sample=True,
-            num_draft_tokens=len(drafts),
-            num_wanted_drafts=wanted if self.speculation.device_drafts else 0,
+            sample=sample,
+            num_draft_tokens=num_drafts,
+            num_wanted_drafts=num_wanted,
         )
 
-    def _drafts(self, request: Request, wanted: int, room: int) -> list[int]:
-        """Guesses to verify: never past the request's last token, the step's room, or the blocks that can be spared."""
+    def _room_for_drafts(self, request: Request, room: int) -> int:
+        """Guesses that end before the request must, and whose blocks leave one for each running request."""
         num_tokens = len(request.token_ids)
-        # Of g kept guesses and one token more, the last must still be within the request's length.
-        room = min(room, request.max_total_tokens - num_tokens - 1, MAX_DRAFT_TOKENS)
         spare = max(0, self.kv.pool.num_free_blocks - len(self._running))
-        room = min(room, (len(request.block_ids) + spare) * self.kv.block_size - num_tokens)
-        if room < 1:
-            return []
-        if request.draft_token_ids:
-            return list(request.draft_token_ids[:room])
-        if not self.speculation.proposes_ngrams or wanted < 1:
-            return []
-        if request.ngrams is None:
-            config = self.speculation.config
-            request.ngrams = NgramIndex(config.min_n, config.max_n)
-        return request.ngrams.propose(request.token_ids, min(wanted, room))
+        slots = (len(request.block_ids) + spare) * self.kv.block_size
+        # Of g kept guesses and one token more, the last must still be within the request's length.
+        return min(room, request.max_total_tokens - num_tokens - 1, slots - num_tokens)
 
     def update(self, plan: StepPlan, sampled: Iterable[StepResult], now: float = 0.0) -> list[RequestOutput]:
         """Book a step's results: tokens join their requests, finished ones give their blocks back.
 
-        A stop token is part of the output, as its last token.
+        A stop token is part of the output, as its last token. Also returns the outputs of requests that were cut when
+        the step was planned.
         """
-        self._measure(plan, now)
+        self._measure(now)
+        outputs, self._ended = self._ended, []
         results = {result.request_id: result for result in sampled}
-        outputs: list[RequestOutput] = []
         for item in plan.scheduled:
             request = self._requests.get(item.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue  # Ended while the step ran.
             result = results.get(item.request_id)
-            if result is not None and result.error is not None:
-                outputs.append(self._finish(request, "error", result.error, "internal"))
-                continue
-            if result is not None and result.prompt_logprobs and request.wants_prompt_logprobs:
-                request.prompt_logprobs.extend(result.prompt_logprobs)
+            if result is not None:
+                if result.error is not None:
+                    outputs.append(self._finish(request, "error", result.error, "internal"))
+                    continue
+                if result.prompt_logprobs and request.wants_prompt_logprobs:
+                    request.prompt_logprobs.extend(result.prompt_logprobs)
             if item.sample:
-                outputs.append(self._accept(request, item, result))
+                outputs.append(self._accept(request, item, result, now))
             else:
                 request.num_computed_tokens += len(item.token_ids)
                 self.kv.publish(request)
         return outputs
 
-    def _measure(self, plan: StepPlan, now: float) -> None:
-        num_tokens = num_decodes = 0
-        for item in plan.scheduled:
-            num_tokens += len(item.token_ids)
-            num_decodes += len(item.token_ids) - item.num_draft_tokens == 1
-        self.speed.observe(num_tokens, num_tokens - num_decodes, now - self._began)
-        if self.speculation.is_on:
-            self.speculation.set_verification_cost(self.speed.verification_share(num_decodes))
+    def _measure(self, now: float) -> None:
+        seconds = now - self._began
+        if seconds > 0.0:
+            self.speed.observe(self._num_step_tokens, self._num_step_tokens - self._num_step_decodes, seconds)
+            if self.speculation.is_on:
+                self.speculation.set_verification_cost(self.speed.verification_share(self._num_step_decodes))
 
-    def _accept(self, request: Request, item: ScheduledRequest, result: StepResult | None) -> RequestOutput:
-        token_ids = result.token_ids if result is not None else ()
-        num_guesses = item.num_draft_tokens
-        num_kept = len(token_ids) - 1
-        if result is None or not 0 <= num_kept <= num_guesses:
-            problem = f"the device returned {len(token_ids)} tokens for this request, not 1 to {num_guesses + 1}"
+    def _accept(self, request: Request, item: ScheduledRequest, result: StepResult | None, now: float) -> RequestOutput:
+        problem = problem_with(item, result)
+        if problem is not None or result is None:
             return self._finish(request, "error", problem, "internal")
-        if num_kept and list(token_ids[:num_kept]) != item.token_ids[-num_guesses:][:num_kept]:
-            return self._finish(request, "error", "the device kept guesses that were not made", "internal")
-        num_taken, reason = request.accept(token_ids)
+        prompt_logprobs = take_prompt_logprobs(request) if request.wants_prompt_logprobs else ()
+        if prompt_logprobs is None:
+            num_returned, num_due = len(request.prompt_logprobs), request.num_prompt_tokens - 1
+            problem = f"the device returned {num_returned} prompt logprobs, not {num_due}"
+            return self._finish(request, "error", problem, "internal")
+        is_first = len(request.token_ids) == request.num_prompt_tokens
+        num_guesses = item.num_draft_tokens
+        num_taken, reason = request.accept(result.token_ids)
+        num_kept = min(len(result.token_ids) - 1, num_taken)
         # KV of kept guesses is there; that of rejected ones is overwritten by what comes in their place.
-        request.num_computed_tokens = item.start + len(item.token_ids) - num_guesses + min(num_kept, num_taken)
+        request.num_computed_tokens = item.start + len(item.token_ids) - num_guesses + num_kept
         self.kv.publish(request)
         request.draft_token_ids = result.draft_token_ids
         if num_guesses:
-            num_kept = min(num_kept, num_taken)
             # Guesses that a grammar forced say nothing about those that somebody made.
             self.speculation.observe(request.traffic_class, num_guesses, num_kept, learn=request.constraint is None)
-        return self._output(request, result, num_taken, reason, num_guesses, num_kept)
-
-    def _output(
-        self,
-        request: Request,
-        result: StepResult,
-        num_taken: int,
-        reason: str | None,
-        num_guesses: int,
-        num_kept: int,
-    ) -> RequestOutput:
-        prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        if request.wants_prompt_logprobs:
-            if len(request.prompt_logprobs) != request.num_prompt_tokens - 1:
-                problem = (
-                    f"the device returned {len(request.prompt_logprobs)} prompt logprobs, not "
-                    f"{request.num_prompt_tokens - 1}"
-                )
-                return self._finish(request, "error", problem, "internal")
-            prompt_logprobs = (None, *request.prompt_logprobs)
-            request.wants_prompt_logprobs = False
-            request.prompt_logprobs = []
+        error: str | None = None
+        if reason is None and is_first and request.ttft_deadline is not None and now > request.ttft_deadline:
+            reason, error = "deadline", missed_text(request, "ttft")
+            self.num_deadline_misses += 1
         if reason is not None:
             self._remove(request)
-        return RequestOutput(
-            request_id=request.request_id,
-            new_token_ids=result.token_ids[:num_taken],
-            finish_reason=reason,
-            logprobs=result.logprobs[:num_taken],
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=request.num_cached_tokens,
-            num_draft_tokens=num_guesses,
-            num_accepted_tokens=num_kept,
-        )
+        return output_of(request, result, num_taken, reason, error, num_guesses, num_kept, prompt_logprobs)
 
     def _finish(
         self, request: Request, reason: str, error: str | None = None, error_kind: ErrorKind | None = None
@@ -427,6 +417,14 @@ class Scheduler:
         self.kv.finish(request)
         request.status = RequestStatus.FINISHED
 
+    def waiting_reasons(self) -> dict[str, int]:
+        """Waiting requests by what they wait for, as of the last step."""
+        return {self._holdup[0]: len(self._waiting)} if self._waiting else {}
+
+    def why_waiting(self, now: float = 0.0) -> list[Waiting]:
+        """For each waiting request, next one first: what is missing, as of the last step."""
+        return explain(self._waiting, *self._holdup, now)
+
     def check_integrity(self) -> None:
         """Raise unless every live request is in exactly one queue and the block books balance."""
         queued = [*self._running, *self._waiting]
@@ -436,4 +434,6 @@ class Scheduler:
             raise BlockPoolError("a request in the running list isn't running")
         if len(self._running) > self.config.max_num_seqs:
             raise BlockPoolError(f"{len(self._running)} running requests, at most {self.config.max_num_seqs} allowed")
+        if any(request.num_preemptions > self.config.max_preemptions for request in queued):
+            raise BlockPoolError(f"a request was preempted more than {self.config.max_preemptions} times")
         self.kv.check_integrity(queued)

@@ -167,6 +167,24 @@ def test_prompt_logprobs_come_once_with_the_first_token(chunk):
     assert [output.prompt_logprobs for output in seen[1:]] == [(), ()]
 
 
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt():
+    scheduler = make(chunk=8, budget=16, num_blocks=10, seqs=4)
+    add(scheduler, "a", 30, 3, prompt_logprobs=0, priority=5)
+    seen: list[RequestOutput] = []
+    count = 0
+    while scheduler.has_work:
+        if count == 1:
+            add(scheduler, "urgent", 4, 30)
+        plan = scheduler.schedule()
+        answers = [with_prompt_logprobs(item, 30 if item.request_id == "a" else 1) for item in plan.scheduled]
+        seen += [output for output in scheduler.update(plan, answers) if output.request_id == "a"]
+        if count == 2:
+            scheduler._preempt(scheduler._running.pop())  # As when "urgent" had needed the blocks just now.
+        count += 1
+    assert scheduler.num_preemptions == 1
+    assert [entry and entry.token_id for entry in seen[0].prompt_logprobs] == [None, *range(1, 30)]
+
+
 def test_too_few_prompt_logprobs_are_an_error():
     scheduler = make()
     add(scheduler, "a", 10, 3, prompt_logprobs=0)

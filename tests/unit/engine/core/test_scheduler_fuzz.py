@@ -1,115 +1,129 @@
-"""Random schedules: whatever arrives and leaves, books balance, budgets hold, everyone ends exactly once."""
+"""Random schedules: whatever arrives and leaves, books balance, budgets hold, KV is right, everyone ends exactly once.
+
+The device here has a memory: each KV slot remembers of which tokens, tenant and adapter it is the state. So a block
+that is shared, restored, guessed into or reused wrongly is noticed by whoever reads it. `make test-all` runs 10,000
+schedules (PACELINE_FUZZ_SCHEDULES).
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+from fuzz_device import Device, Memory, MemoryStore
 
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
-from paceline_engine.core.outputs import StepPlan, StepResult
-from paceline_engine.core.request import Request
+from paceline_engine.core.outputs import StepPlan
+from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
+from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
 
 EOS = 0
-
-
-class ForgetfulStore:
-    """Keeps a random part of what it is given, and returns a random part of that."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.kept: dict[str, int] = {}
-
-    def save(self, request: Request) -> int:
-        kept = self.rng.randint(0, request.num_computed_tokens)
-        if kept:
-            self.kept[request.request_id] = kept
-        return kept
-
-    def load(self, request: Request, num_tokens: int, start: int = 0) -> int:
-        return self.rng.randint(0, min(num_tokens, self.kept.pop(request.request_id)))
-
-    def drop(self, request: Request) -> None:
-        self.kept.pop(request.request_id, None)
+NUM_SCHEDULES = int(os.environ.get("PACELINE_FUZZ_SCHEDULES", "5000"))
+BATCHES = 20
 
 
 @dataclass
 class Client:
-    """Sends requests and aborts, keeps the ledger of what came back, and plays the device."""
+    """Sends requests and aborts, and keeps the ledger of what came back. Its clock ticks once a step."""
 
     rng: random.Random
     scheduler: Scheduler
-    started: set[str] = field(default_factory=set)
+    device: Device
+    now: float = 0.0
+    started: dict[str, AddRequest] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
-    tables: dict[str, list[int]] = field(default_factory=dict)
-    computed: dict[str, int] = field(default_factory=dict)
+    delivered: dict[str, list[int]] = field(default_factory=dict)
 
     def take(self, output: RequestOutput | None) -> None:
         if output is None:
             return
-        assert output.request_id in self.started
-        assert output.request_id not in self.ended, "an output after the terminal one"
+        name = output.request_id
+        assert name in self.started
+        assert name not in self.ended, "an output after the terminal one"
+        first = bool(output.new_token_ids) and name not in self.delivered
+        if first and self.started[name].sampling.prompt_logprobs is not None:
+            assert len(output.prompt_logprobs) == len(self.started[name].prompt_token_ids)
+        else:
+            assert not output.prompt_logprobs
+        self.delivered.setdefault(name, []).extend(output.new_token_ids)
+        assert output.num_cached_tokens < max(1, len(self.started[name].prompt_token_ids))
         if output.finish_reason is not None:
-            self.ended[output.request_id] = output.finish_reason
+            if output.error_kind == "internal":
+                assert output.error == "not finite", "an error that the device didn't make"
+            self.ended[name] = output.finish_reason
+            self._check_end(name, output.finish_reason)
+
+    def _check_end(self, name: str, reason: str) -> None:
+        sampling, tokens = self.started[name].sampling, self.delivered[name]
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        assert len(tokens) <= max(0, sampling.max_tokens)
+        early = [i for i, token in enumerate(tokens) if token in stops and i >= sampling.min_tokens]
+        assert early == ([len(tokens) - 1] if reason == "stop" else []), "an output goes on behind its end"
+        if reason == "length":
+            whole = len(self.started[name].prompt_token_ids) + len(tokens)
+            assert len(tokens) == sampling.max_tokens or whole == self.scheduler.config.max_model_len
 
     def add(self) -> None:
         rng, name = self.rng, str(len(self.started))
-        self.started.add(name)
-        prompt = tuple(rng.randint(1, 50) for _ in range(rng.randint(0, 45)))
-        sampling = SamplingParams(max_tokens=rng.randint(0, 30), ignore_eos=rng.random() < 0.5)
-        self.take(self.scheduler.add(AddRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling)))
+        trunk = (1, 2, 3, 1, 2, 3, 4, 5, 1, 2, 3, 4) * 4
+        prompt = trunk[: rng.choice((0, 4, 9, 16, 30))] + tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 12)))
+        sampling = SamplingParams(
+            max_tokens=rng.randint(0, 30),
+            ignore_eos=rng.random() < 0.5,
+            min_tokens=rng.choice((0, 0, 3)),
+            stop_token_ids=rng.choice(((), (5,))),
+            prompt_logprobs=0 if rng.random() < 0.1 else None,
+        )
+        message = AddRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            salt=rng.choice(("", "", "tenant")),
+            adapter=rng.choice((None, None, "style", "unknown")) if rng.random() < 0.3 else None,
+            priority=rng.choice((0, 0, 0, -1, 3)),
+            ttft_s=rng.choice((None, None, None, 0.0, 3.0, 20.0)),
+            e2e_s=rng.choice((None, None, None, 5.0, 30.0)),
+            traffic_class=rng.choice(("", "chat")),
+        )
+        self.started[name] = message
+        self.device.announce(message)
+        self.take(self.scheduler.add(message, self.now))
 
-    def abort(self) -> None:
-        self.take(self.scheduler.abort(self.rng.choice(sorted(self.started))))
+    def disturb(self) -> None:
+        """Something that is no step: an abort, a reset, a nap."""
+        what = self.rng.random()
+        if what < 0.8 and self.started:
+            self.take(self.scheduler.abort(self.rng.choice(sorted(self.started))))
+        elif what < 0.95:
+            self.scheduler.reset_prefix_cache()
+        else:
+            for output in self.scheduler.sleep():
+                self.take(output)
+            self.scheduler.wake()
 
     def step(self) -> StepPlan:
         num_preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now)
         config = self.scheduler.config
         if self.scheduler.num_preemptions > num_preemptions:
             assert not plan.admitted, "let in where somebody was just thrown out"
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.scheduled) <= config.max_num_seqs
         assert all(1 <= item.num_tokens <= config.prefill_chunk_tokens for item in plan.scheduled)
-        self._play_device(plan)
+        results = self.device.execute(plan)
         if self.started and self.rng.random() < 0.1:
-            self.abort()  # While the step runs.
-        for output in self.scheduler.update(plan, self._sample(plan)):
+            self.take(self.scheduler.abort(self.rng.choice(sorted(self.started))))  # While the step runs.
+        self.now += 1.0
+        for output in self.scheduler.update(plan, results, self.now):
             self.take(output)
         self.scheduler.check_integrity()
         return plan
-
-    def _play_device(self, plan: StepPlan) -> None:
-        """Follow block tables as a device must: rows need blocks for every token, no block twice."""
-        for request_id in plan.released:
-            self.tables.pop(request_id, None)
-        fresh = {admitted.request_id for admitted in plan.admitted}
-        assert fresh <= {item.request_id for item in plan.scheduled}
-        for item in plan.scheduled:
-            if item.request_id in fresh:
-                assert item.request_id not in self.tables
-                self.tables[item.request_id] = []
-            else:
-                assert item.start == self.computed[item.request_id], "a gap or an overlap in computed tokens"
-            self.tables[item.request_id] += item.new_block_ids
-            self.computed[item.request_id] = item.end
-            assert len(self.tables[item.request_id]) * self.scheduler.kv.block_size >= item.end
-        held = [block_id for table in self.tables.values() for block_id in table]
-        assert len(held) == len(set(held))
-
-    def _sample(self, plan: StepPlan) -> list[StepResult]:
-        rng = self.rng
-        return [
-            StepResult(item.request_id, error="not finite")
-            if rng.random() < 0.01
-            else StepResult(item.request_id, (rng.choice((EOS, *range(1, 30))),))
-            for item in plan.scheduled
-            if item.sample
-        ]
 
 
 def make_client(seed: int) -> Client:
@@ -120,45 +134,73 @@ def make_client(seed: int) -> Client:
         prefill_chunk_tokens=rng.randint(1, 24),
         max_model_len=rng.randint(2, 60),
         max_num_waiting=rng.randint(1, 20),
+        max_preemptions=rng.choice((0, 1, 3)),
+        scheduling_policy=rng.choice(("priority", "priority", "fcfs")),
+        batching=rng.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
+        batch_wait_s=rng.choice((0.0, 2.5)),
     )
-    store = ForgetfulStore(rng) if rng.random() < 0.6 else None
-    kv = KVManager(BlockPool(rng.randint(1, 24)), rng.randint(1, 8), store)
-    return Client(rng, Scheduler(config, kv, eos_token_ids=(EOS,)))
+    speculation = SpeculationConfig(
+        method=rng.choice(("none", "none", "ngram", "draft")), num_tokens=rng.choice((None, 3)), min_n=1, max_n=3
+    )
+    pool, block_size = BlockPool(rng.randint(1, 24)), rng.randint(1, 8)
+    memory = Memory(pool.num_blocks, block_size)
+    store = MemoryStore(rng, memory) if rng.random() < 0.5 else None
+    cached: Any = rng.choice((None, "hash", "hash", "radix"))
+    kv = KVManager(pool, block_size, store, PrefixCache(pool, block_size, cached) if cached else None)
+    scheduler = Scheduler(config, kv, (EOS,), speculation)
+    scheduler.set_adapter("style", "digest")
+    return Client(rng, scheduler, Device(rng, memory))
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_everyone_ends_exactly_once_and_all_blocks_come_back(seed):
+def run_schedule(seed: int) -> None:
     client = make_client(seed)
     scheduler, rng = client.scheduler, client.rng
-    for _ in range(60):
+    for _ in range(rng.randint(1, 25)):
         for _ in range(rng.choice((0, 0, 1, 3))):
             client.add()
+        if rng.random() < 0.15:
+            client.disturb()
         client.step()
     # A step computes at least one token. A request has at most 60 of them, and is computed anew at most once for each
-    # preemption; far beyond that it is a livelock.
-    for _ in range(60 * len(client.started) * 4 + 100):
+    # preemption; far beyond that it is a livelock. Only a dynamic batch may wait, for two steps.
+    idle = 0
+    for _ in range(60 * len(client.started) * 5 + 100):
         if not scheduler.has_work:
             break
-        assert client.step().scheduled, "work, but nobody was scheduled"
+        idle = 0 if client.step().scheduled or not scheduler.has_work else idle + 1
+        assert idle <= (3 if scheduler.config.batching == "dynamic" else 0), "work, but nobody was scheduled"
     assert not scheduler.has_work
-    assert set(client.ended) == client.started
+    assert set(client.ended) == set(client.started)
     assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks
     store = scheduler.kv._store
     assert store is None or not store.kept, "the store still holds KV of requests that ended"
+    assert (scheduler.num_running, scheduler.num_waiting, len(scheduler._deadlines)) <= (0, 0, 64)
 
 
-def test_the_oldest_running_request_progresses_in_every_step():
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_everyone_ends_exactly_once_and_all_blocks_come_back(batch):
+    for seed in range(batch, NUM_SCHEDULES, BATCHES):
+        try:
+            run_schedule(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_the_first_in_rank_progresses_in_every_step():
     """No starvation: under constant pressure the request at the head is never preempted and never skipped."""
     rng = random.Random(7)
     config = SchedulerConfig(
-        max_num_seqs=6, max_num_batched_tokens=16, prefill_chunk_tokens=8, max_model_len=60, max_num_waiting=50
+        max_num_seqs=6, max_num_batched_tokens=5, prefill_chunk_tokens=8, max_model_len=60, max_num_waiting=50
     )
-    client = Client(rng, Scheduler(config, KVManager(BlockPool(16), 4), eos_token_ids=(EOS,)))
+    memory = Memory(16, 4)
+    scheduler = Scheduler(config, KVManager(BlockPool(16), 4), (EOS,))
+    client = Client(rng, scheduler, Device(rng, memory))
     for _ in range(400):
-        if client.scheduler.num_waiting < 20:
+        if scheduler.num_waiting < 20:
             client.add()
-        head = client.scheduler._running[0] if client.scheduler.num_running else None
+        head = scheduler._running[0] if scheduler.num_running else None
         before = head.num_computed_tokens if head else 0
         client.step()
         assert head is None or head.request_id in client.ended or head.num_computed_tokens > before
-    assert client.scheduler.num_preemptions > 0
+    assert scheduler.num_preemptions > 0

@@ -7,14 +7,8 @@ from driver import Script, add, finish_all, make, step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_engine.core.spec import (
-    NgramIndex,
-    SpeculationConfig,
-    SpeculationPolicy,
-    expected_tokens,
-    propose_ngram,
-    speedup,
-)
+from paceline_engine.core.ngram import NgramIndex, propose_ngram
+from paceline_engine.core.spec import SpeculationConfig, SpeculationPolicy, expected_tokens, speedup
 
 
 def test_the_formula_of_the_paper():

@@ -1,0 +1,57 @@
+"""What a device's answer for one request means: which tokens are the request's, and what the client is told.
+
+A device that answers nonsense fails the request it answered for, never the engine. Imports neither tensors nor I/O.
+"""
+
+from __future__ import annotations
+
+from paceline_engine.core.outputs import ScheduledRequest, StepResult
+from paceline_engine.core.request import Request
+from paceline_engine.messages import RequestOutput, TokenLogprobs
+
+
+def problem_with(item: ScheduledRequest, result: StepResult | None) -> str | None:
+    """Why the answer for a share that samples can't be used, or None."""
+    num_guesses = item.num_draft_tokens
+    num_tokens = len(result.token_ids) if result is not None else 0
+    if result is None or not 1 <= num_tokens <= num_guesses + 1:
+        return f"the device returned {num_tokens} tokens for this request, not 1 to {num_guesses + 1}"
+    guesses = item.token_ids[len(item.token_ids) - num_guesses :]
+    if num_tokens > 1 and list(result.token_ids[:-1]) != guesses[: num_tokens - 1]:
+        return "the device kept guesses that were not made"
+    return None
+
+
+def take_prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+    """The request's prompt logprobs, which are told once, with the first token; None if some are missing."""
+    if len(request.prompt_logprobs) != request.num_prompt_tokens - 1:
+        return None
+    told = (None, *request.prompt_logprobs)
+    request.wants_prompt_logprobs = False
+    request.prompt_logprobs = []
+    return told
+
+
+def output_of(
+    request: Request,
+    result: StepResult,
+    num_taken: int,
+    reason: str | None,
+    error: str | None,
+    num_guesses: int,
+    num_kept: int,
+    prompt_logprobs: tuple[TokenLogprobs | None, ...],
+) -> RequestOutput:
+    """The first `num_taken` of the answer's tokens, as the client hears of them."""
+    return RequestOutput(
+        request_id=request.request_id,
+        new_token_ids=result.token_ids[:num_taken],
+        finish_reason=reason,
+        error=error,
+        error_kind="deadline" if error is not None else None,
+        logprobs=result.logprobs[:num_taken],
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=request.num_cached_tokens,
+        num_draft_tokens=num_guesses,
+        num_accepted_tokens=num_kept,
+    )

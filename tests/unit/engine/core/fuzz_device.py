@@ -1,0 +1,123 @@
+"""A device with a memory: every KV slot knows of which tokens, tenant and adapter it is the state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from paceline_engine.core.outputs import ScheduledRequest, StepPlan, StepResult
+from paceline_engine.core.request import Request
+from paceline_engine.messages import AddRequest, TokenLogprobs
+
+
+class Memory:
+    """Slots of all blocks. A slot's content stands for all tokens up to its own; None was never written."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def read(self, table: Sequence[int], position: int) -> int | None:
+        return self._slots[table[position // self.block_size]][position % self.block_size]
+
+    def write(self, table: Sequence[int], position: int, content: int | None) -> None:
+        self._slots[table[position // self.block_size]][position % self.block_size] = content
+
+
+class MemoryStore:
+    """Keeps a random part of what it is given, and returns a random part of that."""
+
+    def __init__(self, rng: random.Random, memory: Memory) -> None:
+        self._rng = rng
+        self._memory = memory
+        self.kept: dict[str, list[int | None]] = {}
+
+    def save(self, request: Request) -> int:
+        count = self._rng.randint(0, request.num_computed_tokens)
+        if count:
+            self.kept[request.request_id] = [self._memory.read(request.block_ids, i) for i in range(count)]
+        return count
+
+    def load(self, request: Request, num_tokens: int, start: int = 0) -> int:
+        assert start == request.num_computed_tokens, "tokens that are there already, maybe in shared blocks"
+        contents = self.kept.pop(request.request_id)
+        count = self._rng.randint(0, min(num_tokens, len(contents)))
+        for position in range(start, count):
+            self._memory.write(request.block_ids, position, contents[position])
+        return count
+
+    def drop(self, request: Request) -> None:
+        self.kept.pop(request.request_id, None)
+
+    def clear(self) -> None:
+        self.kept.clear()
+
+
+class Device:
+    """Follows block tables as a device must, checks what it reads, and samples at random."""
+
+    def __init__(self, rng: random.Random, memory: Memory) -> None:
+        self._rng = rng
+        self._memory = memory
+        self._root: dict[str, int] = {}
+        self._prompt_logprobs: dict[str, int] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._end: dict[str, int] = {}
+
+    def announce(self, message: AddRequest) -> None:
+        """What the client knows and the plan doesn't say: whose KV it is."""
+        self._root[message.request_id] = hash((message.salt, message.adapter))
+        if message.sampling.prompt_logprobs is not None:
+            self._prompt_logprobs[message.request_id] = len(message.prompt_token_ids)
+
+    def execute(self, plan: StepPlan) -> list[StepResult]:
+        for request_id in plan.released:
+            self._tables.pop(request_id, None)
+        for admitted in plan.admitted:
+            assert admitted.request_id not in self._tables
+            self._tables[admitted.request_id] = []
+            self._tokens[admitted.request_id] = list(admitted.token_ids)
+        assert {admitted.request_id for admitted in plan.admitted} <= {item.request_id for item in plan.scheduled}
+        fresh = {admitted.request_id for admitted in plan.admitted}
+        written: set[tuple[int, int]] = set()
+        for item in plan.scheduled:
+            self._compute(item, item.request_id in fresh, written)
+        return [result for item in plan.scheduled if (result := self._answer(item)) is not None]
+
+    def _compute(self, item: ScheduledRequest, fresh: bool, written: set[tuple[int, int]]) -> None:
+        name, table = item.request_id, self._tables[item.request_id]
+        known = self._tokens[name]
+        table += item.new_block_ids
+        assert len(table) * self._memory.block_size >= item.end
+        assert item.token_ids[: len(known) - item.start] == known[item.start : item.num_known_tokens]
+        assert fresh or item.start == self._end[name], "a gap or an overlap in computed tokens"
+        content = self._root[name]
+        check = fresh or self._rng.random() < 0.1
+        for position in range(item.end):
+            token = known[position] if position < item.start else item.token_ids[position - item.start]
+            content = hash((content, token))
+            if position >= item.start:
+                slot = (table[position // self._memory.block_size], position % self._memory.block_size)
+                assert slot not in written, "two requests write one slot"
+                written.add(slot)
+                self._memory.write(table, position, content)
+            elif check:
+                assert self._memory.read(table, position) == content, f"{name} reads foreign KV at {position}"
+        self._end[name] = item.num_known_tokens
+
+    def _answer(self, item: ScheduledRequest) -> StepResult | None:
+        rng, name = self._rng, item.request_id
+        if rng.random() < 0.01:
+            return StepResult(name, error="not finite")
+        last = self._prompt_logprobs.get(name, 0) - 1
+        prompt = tuple(TokenLogprobs(position + 1, -1.0, 1) for position in range(item.start, min(item.end, last)))
+        if not item.sample:
+            return StepResult(name, prompt_logprobs=prompt) if prompt else None
+        kept = rng.randint(0, item.num_draft_tokens)
+        guesses = item.token_ids[len(item.token_ids) - item.num_draft_tokens :][:kept]
+        tokens = (*guesses, rng.choice((0, *range(1, 30))))
+        self._tokens[name] += tokens
+        self._end[name] = item.num_known_tokens + kept
+        drafts = tuple(rng.randint(1, 6) for _ in range(item.num_wanted_drafts))
+        return StepResult(name, tokens, prompt_logprobs=prompt, draft_token_ids=drafts)
