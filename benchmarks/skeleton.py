@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
 import socket
 import statistics
 import subprocess
@@ -226,6 +227,7 @@ def suite_times(report: Report) -> None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Whoever stops us stops the engines that we started.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     report = Report("skeleton")
