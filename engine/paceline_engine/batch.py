@@ -14,9 +14,11 @@ import numpy.typing as npt
 import torch
 
 from paceline_engine.core.outputs import ScheduledRequest, StepPlan
+from paceline_engine.core.spec import MAX_DRAFT_TOKENS
 
-# Most tokens of a share that is attended to in a group with others; longer ones are prefill chunks.
-MAX_SHORT_SHARE = 16
+# Most tokens of a share that is attended to in a group with others, as decodes and verifications are; longer ones are
+# prefill chunks.
+MAX_SHORT_SHARE = MAX_DRAFT_TOKENS + 1
 
 IntArray = npt.NDArray[np.int64]
 

@@ -14,24 +14,37 @@ from msgspec.structs import replace
 from paceline_engine.backends.cpu_attention import CpuAttention, PagedKV
 from paceline_engine.batch import Batch, BlockTables, build_batch
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.core.spec import MAX_DRAFT_TOKENS
+from paceline_engine.grammar import Grammars
 from paceline_engine.messages import SamplingParams, TokenLogprobs
 from paceline_engine.models.decoder import Decoder
 from paceline_engine.sampling.logprobs import token_logprobs
-from paceline_engine.sampling.row import Row, RowError
+from paceline_engine.sampling.row import Matcher, Row, RowError
 from paceline_engine.sampling.sampler import Sampler
 
 
 class ModelRunner:
-    """One model with its KV pool. lenience: 1 is exact speculation, see `sampling.speculation`."""
+    """One model with its KV pool.
+
+    lenience: 1 is exact speculation, see `sampling.speculation`. grammars: None where constraints can't be followed.
+    """
 
     def __init__(
-        self, decoder: Decoder, kv: PagedKV, *, max_num_seqs: int, max_model_len: int, lenience: float = 1.0
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        lenience: float = 1.0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.kv = kv
         self._decoder = decoder
         max_blocks = -(-max_model_len // kv.block_size)
         self._tables = BlockTables(max_num_seqs, max_blocks, kv.block_size)
         self._rows: dict[str, Row] = {}
+        self._grammars = grammars
         self._sampler = Sampler(decoder.config.vocab_size, lenience)
 
     @torch.inference_mode()
@@ -53,9 +66,7 @@ class ModelRunner:
         for item, row in zip(batch.samplers, rows, strict=True):
             row.resume_at(item.num_known_tokens)
         results = self._sampler.sample(logits[:num_sampled], batch.samplers, rows)
-        for result, row in zip(results, rows, strict=True):
-            for token_id in result.token_ids:
-                row.push(token_id)
+        results = [_advance(row, result) for row, result in zip(rows, results, strict=True)]
         return _with_scores(results, scores)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -68,12 +79,20 @@ class ModelRunner:
     def _make_row(self, admitted: AdmittedRequest) -> Row:
         config = self._decoder.config
         try:
-            return Row(admitted, config.vocab_size, config.eos_token_ids)
+            return Row(admitted, config.vocab_size, config.eos_token_ids, self._matcher(admitted))
         except RowError as error:
             plain = SamplingParams(max_tokens=admitted.sampling.max_tokens)
             row = Row(replace(admitted, sampling=plain), config.vocab_size, config.eos_token_ids)
             row.error = str(error)
             return row
+
+    def _matcher(self, admitted: AdmittedRequest) -> Matcher | None:
+        if admitted.constraint is None:
+            return None
+        if self._grammars is None:
+            raise RowError("this device can't follow constraints; send the request without one")
+        output = admitted.token_ids[admitted.num_prompt_tokens :]
+        return self._grammars.matcher(admitted.constraint, admitted.sampling.stop_token_ids, output)
 
     def _is_scored(self, item: ScheduledRequest) -> bool:
         return self._num_scored(item) > 0
@@ -99,6 +118,17 @@ class ModelRunner:
             )
             begin += item.num_tokens
         return scores
+
+
+def _advance(row: Row, result: StepResult) -> StepResult:
+    """Move the row over its new tokens; the result with what its grammar forces next, as guesses."""
+    for token_id in result.token_ids:
+        if not row.push(token_id):
+            return replace(result, token_ids=(), error="the drawn token isn't one that the request's grammar allows")
+    if row.matcher is None or not result.token_ids or result.token_ids[-1] in row.ending_ids:
+        return result
+    forced = row.matcher.forced_tokens(MAX_DRAFT_TOKENS)
+    return replace(result, draft_token_ids=tuple(forced)) if forced else result
 
 
 def _with_scores(results: Sequence[StepResult], scores: dict[str, tuple[TokenLogprobs, ...]]) -> list[StepResult]:

@@ -38,6 +38,11 @@ class Backend(Protocol):
         """Bytes the store holds now."""
         ...
 
+    @property
+    def stats(self) -> dict[str, float]:
+        """The device's own counters, by name; they only grow. Empty if it has none."""
+        ...
+
 
 def create_backend(
     config: EngineConfig,

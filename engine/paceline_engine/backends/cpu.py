@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,11 +14,14 @@ from paceline_engine.backends.threads import num_threads
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.grammar import Grammars
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import SamplingParams
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.decoder import Decoder
+from paceline_engine.models.loader import load_model_dir
 from paceline_engine.runner import ModelRunner
+from paceline_engine.structured.vocabulary import tokenizer_info
 from paceline_kvstore.tiers.memory import MemoryTier
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,7 +45,20 @@ class CpuBackend:
         dtype = TORCH_DTYPES[config.dtype]
         decoder = Decoder(model, weight_files, max_model_len=max_model_len, dtype=dtype)
         kv = PagedKV(model, num_blocks, config.block_size, dtype)
-        self._runner = ModelRunner(decoder, kv, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+        self._grammars = Grammars(
+            lambda: tokenizer_info(
+                load_model_dir(config.model_dir).tokenizer_file, model.vocab_size, model.eos_token_ids
+            ),
+            model.vocab_size,
+            model.eos_token_ids,
+        )
+        self._runner = ModelRunner(
+            decoder,
+            kv,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            grammars=self._grammars,
+        )
         self._tier = MemoryTier(config.kv_store_bytes)
         self._store = KVTransfer(kv, self._tier, namespace_digest) if config.kv_store_bytes else None
         self._warm_up()
@@ -56,6 +73,11 @@ class CpuBackend:
         """Bytes of offloaded KV, chunk headers included."""
         return self._tier.bytes_used
 
+    @property
+    def stats(self) -> dict[str, float]:
+        """Counters of constrained decoding."""
+        return {f"grammar_{name}": value for name, value in asdict(self._grammars.stats).items()}
+
     def execute(self, plan: StepPlan) -> Sequence[StepResult]:
         """Run one step."""
         return self._runner.execute(plan)
@@ -68,3 +90,7 @@ class CpuBackend:
         item = ScheduledRequest(request_id="warm-up", token_ids=[0], start=0, new_block_ids=[0], sample=True)
         self._runner.execute(StepPlan(admitted=(admitted,), scheduled=(item,)))
         self._runner.execute(StepPlan(released=("warm-up",)))
+
+
+def _tokenizer_file(config: EngineConfig) -> Path:
+    return load_model_dir(config.model_dir).tokenizer_file

@@ -47,6 +47,11 @@ class SimulatedBackend:
         """Always 0."""
         return 0
 
+    @property
+    def stats(self) -> dict[str, float]:
+        """No counters."""
+        return {}
+
     def step_seconds(self, num_tokens: int) -> float:
         """Modelled duration of a step."""
         return (self._alpha_ms + self._beta_ms * num_tokens) / 1000.0

@@ -20,7 +20,8 @@ from paceline_engine.backends.cpu_attention import PagedKV  # noqa: E402
 from paceline_engine.core.block_pool import BlockPool  # noqa: E402
 from paceline_engine.core.kv_manager import KVManager, SequenceStore  # noqa: E402
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
-from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams  # noqa: E402
+from paceline_engine.core.spec import SpeculationConfig  # noqa: E402
+from paceline_engine.messages import AddRequest, Constraint, RequestOutput, SamplingParams  # noqa: E402
 from paceline_engine.models.config import ModelConfig  # noqa: E402
 from paceline_engine.models.decoder import Decoder  # noqa: E402
 from paceline_engine.models.hf_folder import read_config  # noqa: E402
@@ -65,9 +66,18 @@ class Loop:
     finished: dict[str, RequestOutput] = field(default_factory=dict)
     before_step: Callable[[], None] = lambda: None
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        constraint: Constraint | None = None,
+        **sampling: Any,
+    ) -> None:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        message = AddRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params)
+        message = AddRequest(
+            request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params, constraint=constraint
+        )
         refused = self.scheduler.add(message)
         if refused is not None:
             self._record(refused)
@@ -108,11 +118,13 @@ def make_loop(
     order: Sequence[int] | None = None,
     make_store: Callable[[PagedKV], SequenceStore] | None = None,
     dtype: torch.dtype = torch.float32,
+    speculation: SpeculationConfig | None = None,
+    **runner_options: Any,
 ) -> Loop:
     """The real scheduler, runner and decoder over one pool."""
     kv = PagedKV(checkpoint.config, num_blocks, block_size, dtype)
     decoder = Decoder(checkpoint.config, checkpoint.files, max_model_len=max_model_len, dtype=dtype)
-    runner = ModelRunner(decoder, kv, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    runner = ModelRunner(decoder, kv, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **runner_options)
     manager = KVManager(BlockPool(num_blocks, order), block_size, make_store(kv) if make_store else None)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -120,7 +132,7 @@ def make_loop(
         prefill_chunk_tokens=prefill_chunk_tokens,
         max_model_len=max_model_len,
     )
-    return Loop(Scheduler(config, manager, checkpoint.config.eos_token_ids), runner)
+    return Loop(Scheduler(config, manager, checkpoint.config.eos_token_ids, speculation), runner)
 
 
 def random_prompts(count: int, vocab_size: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

@@ -1,0 +1,241 @@
+"""Constrained decoding on the device: compiled grammars, a request's place in its own, masks of what may follow.
+
+xgrammar (Dong et al., arXiv 2411.15100) matches; grammars arrive compiled, by `Constraint`. Loaded with the first
+constrained request, so that an engine without constraints never imports it. The core process only.
+
+A request may end only where its grammar may: at the model's end-of-sequence tokens and the request's own stop tokens
+alike. Time spent on masks and on state is counted apart.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_engine.messages import Constraint
+from paceline_engine.sampling.noise import Float32Array
+from paceline_engine.sampling.row import RowError
+
+if TYPE_CHECKING:
+    import xgrammar
+
+MAX_GRAMMAR_BYTES = 64 * 1024 * 1024
+MAX_GRAMMARS = 256
+# An expanded mask has a byte for each token of the vocabulary.
+MAX_MASK_BYTES = 16 * 1024 * 1024
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class GrammarStats:
+    """Totals since start. Seconds; masks_shared were found ready-made, masks_built were not."""
+
+    mask_build_seconds: float = 0.0
+    state_update_seconds: float = 0.0
+    load_seconds: float = 0.0
+    masks_built: int = 0
+    masks_shared: int = 0
+    loaded: int = 0
+    loaded_shared: int = 0
+
+
+def import_xgrammar() -> Any:
+    """The xgrammar package, without the seconds and megabytes of transformers.
+
+    It imports transformers for type checks on tokenizers that this engine doesn't use; an empty module stands in for it
+    while xgrammar is imported, unless the real one is there already.
+    """
+    if "xgrammar" in sys.modules or "transformers" in sys.modules:
+        import xgrammar
+
+        return xgrammar
+    sys.modules["transformers"] = _StandIn("transformers")
+    try:
+        import xgrammar
+    finally:
+        del sys.modules["transformers"]
+    return xgrammar
+
+
+class _StandIn(types.ModuleType):
+    """A module that has every class, all of them empty."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class Grammars:
+    """Loaded grammars by key and ready masks, least recently used forgotten first. Requests hold on to their own."""
+
+    def __init__(
+        self,
+        load_vocabulary: Callable[[], xgrammar.TokenizerInfo],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        max_bytes: int = MAX_GRAMMAR_BYTES,
+        max_grammars: int = MAX_GRAMMARS,
+    ) -> None:
+        self.stats = GrammarStats()
+        self.vocab_size = vocab_size
+        self._load_vocabulary = load_vocabulary
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_bytes = max_bytes
+        self._max_grammars = max_grammars
+        self._max_masks = max(1, MAX_MASK_BYTES // vocab_size)
+        self._vocabulary: xgrammar.TokenizerInfo | None = None
+        self._grammars: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0
+        self._masks: OrderedDict[bytes, BoolArray] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._grammars)
+
+    def matcher(self, constraint: Constraint, stop_token_ids: Iterable[int], output: Sequence[int]) -> GrammarState:
+        """A request's place after `output`. Raises RowError if the grammar can't be used or forbids the output."""
+        begin = time.perf_counter()
+        try:
+            compiled = self._compiled(constraint)
+        except Exception as error:
+            # xgrammar raises its own types and bare RuntimeErrors alike; whatever it is, it is about this one grammar.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RowError(f"the request's compiled grammar can't be loaded: {reason}") from error
+        finally:
+            self.stats.load_seconds += time.perf_counter() - begin
+        stops = [i for i in {*self._eos_token_ids, *stop_token_ids} if 0 <= i < self.vocab_size]
+        state = GrammarState(self, import_xgrammar().GrammarMatcher(compiled), sorted(stops))
+        for token_id in output:
+            if not state.push(token_id):
+                raise RowError("the output so far doesn't follow the request's grammar")
+        return state
+
+    def _compiled(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
+        compiled = self._grammars.get(constraint.key)
+        if compiled is not None:
+            self._grammars.move_to_end(constraint.key)
+            self.stats.loaded_shared += 1
+            return compiled
+        package = import_xgrammar()
+        if self._vocabulary is None:
+            self._vocabulary = self._load_vocabulary()
+        compiled = package.CompiledGrammar.deserialize_json(constraint.grammar.decode("utf-8"), self._vocabulary)
+        self.stats.loaded += 1
+        self._grammars[constraint.key] = compiled
+        self._num_bytes += compiled.memory_size_bytes
+        while len(self._grammars) > self._max_grammars or (
+            self._num_bytes > self._max_bytes and len(self._grammars) > 1
+        ):
+            _, forgotten = self._grammars.popitem(last=False)
+            self._num_bytes -= forgotten.memory_size_bytes
+        return compiled
+
+    def blocked(self, mask: npt.NDArray[np.int32]) -> BoolArray:
+        """[vocab] which tokens a bit mask leaves out. States with equal masks share one, across requests and steps."""
+        key = mask.tobytes()
+        known = self._masks.get(key)
+        if known is not None:
+            self._masks.move_to_end(key)
+            self.stats.masks_shared += 1
+            return known
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size]
+        blocked: BoolArray = bits == 0
+        self.stats.masks_built += 1
+        self._masks[key] = blocked
+        if len(self._masks) > self._max_masks:
+            self._masks.popitem(last=False)
+        return blocked
+
+
+class GrammarState:
+    """One request's place in its grammar. Behind an ending token nothing but ending tokens is allowed."""
+
+    def __init__(self, grammars: Grammars, matcher: xgrammar.GrammarMatcher, stop_token_ids: list[int]) -> None:
+        self._grammars = grammars
+        self._matcher = matcher
+        self._stop_token_ids = stop_token_ids
+        self._num_after_end = 0
+        self._mask: npt.NDArray[np.int32] = np.zeros((1, -(-grammars.vocab_size // 32)), dtype=np.int32)
+        self._stop_bits = np.zeros_like(self._mask)
+        for token_id in stop_token_ids:
+            self._stop_bits.view(np.uint32)[0, token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def push(self, token_id: int) -> bool:
+        """Move over a token; False, and no move, if it isn't allowed."""
+        begin = time.perf_counter()
+        moved = self._push(token_id)
+        self._grammars.stats.state_update_seconds += time.perf_counter() - begin
+        return moved
+
+    def _push(self, token_id: int) -> bool:
+        if token_id in self._stop_token_ids:
+            # Where the grammar may end these end it, though one of them may be a word of the grammar too.
+            allowed = self._num_after_end > 0 or self._matcher.is_completed()
+            self._num_after_end += allowed
+            return allowed
+        return self._num_after_end == 0 and self._matcher.accept_token(token_id)
+
+    def pop(self, count: int) -> None:
+        """Undo the latest `count` successful pushes."""
+        begin = time.perf_counter()
+        self._pop(count)
+        self._grammars.stats.state_update_seconds += time.perf_counter() - begin
+
+    def _pop(self, count: int) -> None:
+        after_end = min(count, self._num_after_end)
+        self._num_after_end -= after_end
+        if count > after_end:
+            self._matcher.rollback(count - after_end)
+
+    def restrict(self, values: Float32Array) -> None:
+        """Set logits [vocab] of tokens that may not come next to -inf."""
+        begin = time.perf_counter()
+        np.copyto(values, -np.inf, where=self._grammars.blocked(self._fill()))
+        self._grammars.stats.mask_build_seconds += time.perf_counter() - begin
+
+    def _fill(self) -> npt.NDArray[np.int32]:
+        mask = self._mask
+        if self._num_after_end > 0:
+            mask[:] = self._stop_bits
+            return mask
+        self._matcher.fill_next_token_bitmask(mask)
+        if self._matcher.is_completed():
+            mask |= self._stop_bits
+        else:
+            mask &= ~self._stop_bits
+        return mask
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Up to `limit` tokens that spell what must come next; the model may spell it in other tokens.
+
+        Where the grammar then must end, an ending token is the last of them.
+        """
+        begin = time.perf_counter()
+        forced = self._forced(limit) if self._num_after_end == 0 else []
+        self._grammars.stats.state_update_seconds += time.perf_counter() - begin
+        return forced
+
+    def _forced(self, limit: int) -> list[int]:
+        forced: list[int] = []
+        for token_id in self._matcher.find_jump_forward_tokens()[:limit]:
+            if not self._push(token_id):
+                break
+            forced.append(token_id)
+        num_pushed = len(forced)
+        if num_pushed < limit and self._stop_token_ids and self._must_end():
+            forced.append(self._stop_token_ids[0])
+        self._pop(num_pushed)
+        return forced
+
+    def _must_end(self) -> bool:
+        return self._matcher.is_completed() and np.array_equal(self._fill(), self._stop_bits)

@@ -1,0 +1,283 @@
+"""Constraints on the tiny model: every output follows its grammar, in any batch, whatever is guessed or preempted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan
+from paceline_engine.grammar import Grammars, import_xgrammar
+from paceline_engine.messages import Constraint, SamplingParams
+from paceline_engine.sampling.row import RowError
+
+EOS = (1, 2)
+WORDS = ["", "</s>", "<|end|>", "<pad>", *map(chr, range(32, 127)), '{"', '":', '": ', "name", "na", "true", "12"]
+
+
+class Compiler:
+    """Grammars over the tiny model's 199 tokens: two ends, printable ASCII, a few words."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.xgrammar = import_xgrammar()
+        self.vocab_size = vocab_size
+        self.words = WORDS + [f"<unused{i}>" for i in range(vocab_size - len(WORDS))]
+        self.info = self.xgrammar.TokenizerInfo(self.words, vocab_size=vocab_size, stop_token_ids=list(EOS))
+        self._compiler = self.xgrammar.GrammarCompiler(self.info)
+
+    def constraint(self, key: str, compiled) -> Constraint:
+        return Constraint(key=key, grammar=compiled.serialize_json().encode())
+
+    def regex(self, pattern: str) -> Constraint:
+        return self.constraint(pattern, self._compiler.compile_regex(pattern))
+
+    def schema(self, schema: str) -> Constraint:
+        return self.constraint(schema, self._compiler.compile_json_schema(schema, any_whitespace=False))
+
+    def grammars(self, **bounds) -> Grammars:
+        return Grammars(lambda: self.info, self.vocab_size, EOS, **bounds)
+
+    def text(self, token_ids) -> str:
+        return "".join(self.words[i] for i in token_ids)
+
+    def ids(self, text: str) -> list[int]:
+        return [self.words.index(char) for char in text]
+
+
+@pytest.fixture(scope="module")
+def ending(tiny):
+    """The tiny model with two ending tokens."""
+    return replace(tiny, config=replace(tiny.config, eos_token_ids=EOS))
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny) -> Compiler:
+    return Compiler(tiny.config.vocab_size)
+
+
+def allowed(state, vocab_size: int) -> set[int]:
+    values = np.zeros(vocab_size, dtype=np.float32)
+    state.restrict(values)
+    return set(np.flatnonzero(values == 0).tolist())
+
+
+def ends(state, vocab_size: int) -> set[int]:
+    return allowed(state, vocab_size) & {*EOS, 5}
+
+
+def test_a_grammar_ends_only_where_it_may_and_at_every_ending_token(compiler):
+    digits = compiler.grammars().matcher(compiler.regex("[0-9]{2,3}"), (), ())
+    size = compiler.vocab_size
+    one = compiler.ids("1")[0]
+    assert ends(digits, size) == set()
+    assert not digits.push(EOS[0])
+    assert digits.push(one)
+    assert ends(digits, size) == set()
+    assert digits.push(one)
+    assert ends(digits, size) == set(EOS)
+    assert digits.push(one)
+    assert allowed(digits, size) == set(EOS)
+    assert digits.push(EOS[1])
+    assert allowed(digits, size) == set(EOS)  # Nothing comes behind an end but ends.
+    assert not digits.push(one)
+
+
+def test_a_requests_own_stop_token_waits_for_the_grammar_though_it_is_a_word_of_it(compiler):
+    nine = compiler.ids("9")[0]
+    state = compiler.grammars().matcher(compiler.regex("[0-9]{2}"), (nine,), ())
+    digits = set(compiler.ids("012345678"))
+    assert allowed(state, compiler.vocab_size) - {WORDS.index("12")} == digits
+    assert state.push(compiler.ids("3")[0])
+    assert allowed(state, compiler.vocab_size) == digits
+    assert state.push(compiler.ids("4")[0])
+    assert allowed(state, compiler.vocab_size) == {nine, *EOS}
+
+
+def test_states_move_back_over_words_and_ends(compiler):
+    state = compiler.grammars().matcher(compiler.regex("a(bc)*d"), (), ())
+    size = compiler.vocab_size
+    seen = [allowed(state, size)]
+    for token_id in [*compiler.ids("abcd"), EOS[0], EOS[1]]:
+        assert state.push(token_id)
+        seen.append(allowed(state, size))
+    for count in range(1, len(seen)):
+        state.pop(1)
+        assert allowed(state, size) == seen[-1 - count]
+    for token_id in [*compiler.ids("abcd"), EOS[0]]:
+        assert state.push(token_id)
+    state.pop(4)
+    assert allowed(state, size) == seen[1]
+
+
+def test_forced_tokens_spell_what_must_come_and_the_end(compiler):
+    schema = (
+        '{"type":"object","properties":{"name":{"type":"boolean"}},"required":["name"],"additionalProperties":false}'
+    )
+    state = compiler.grammars().matcher(compiler.schema(schema), (), ())
+    size = compiler.vocab_size
+    before = allowed(state, size)
+    forced = state.forced_tokens(32)
+    assert compiler.text(forced) == '{"name": '
+    assert allowed(state, size) == before
+    assert state.forced_tokens(2) == forced[:2]
+    for token_id in [*forced, *compiler.ids("f")]:
+        assert state.push(token_id)
+    assert compiler.text(state.forced_tokens(32)) == "alse}</s>"
+    for token_id in compiler.ids("alse}"):
+        assert state.push(token_id)
+    assert state.forced_tokens(32) == [EOS[0]]
+    assert state.push(EOS[0])
+    assert state.forced_tokens(32) == []
+
+
+def test_requests_share_grammars_and_masks_and_the_bound_holds(compiler):
+    grammars = compiler.grammars(max_grammars=2)
+    patterns = [compiler.regex(pattern) for pattern in ("a+", "b+", "c+")]
+    states = [grammars.matcher(patterns[0], (), ()) for _ in range(5)]
+    assert (grammars.stats.loaded, grammars.stats.loaded_shared) == (1, 4)
+    for state in states:
+        allowed(state, compiler.vocab_size)
+    assert (grammars.stats.masks_built, grammars.stats.masks_shared) == (1, 4)
+    for pattern in patterns:
+        grammars.matcher(pattern, (), ())
+    assert len(grammars) == 2
+    # One whose grammar was forgotten goes on.
+    assert states[0].push(compiler.ids("a")[0])
+    grammars.matcher(patterns[0], (), compiler.ids("aa"))
+    assert grammars.stats.loaded == 4
+    assert grammars.stats.mask_build_seconds > 0
+    assert grammars.stats.state_update_seconds > 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\xfe", b"[1, 2", "cut", "another vocabulary"])
+def test_damaged_grammars_are_one_requests_error(compiler, damage):
+    good = compiler.regex("a+").grammar
+    if damage == "cut":
+        damage = good[: len(good) // 2]
+    elif damage == "another vocabulary":
+        damage = Compiler(compiler.vocab_size + 1).regex("a+").grammar
+    grammars = compiler.grammars()
+    with pytest.raises(RowError, match="the request's compiled grammar can't be loaded"):
+        grammars.matcher(Constraint(key="bad", grammar=damage), (), ())
+    assert len(grammars) == 0
+
+
+def test_output_that_breaks_the_grammar_is_refused(compiler):
+    with pytest.raises(RowError, match="doesn't follow"):
+        compiler.grammars().matcher(compiler.regex("a+"), (), compiler.ids("ab"))
+
+
+PATTERNS = ["[a-z]{14,19}", '\\{"name": (true|false|12)\\}', "(ab|cd){7,}end", "[0-9]+(\\.[0-9]{1,3})?", "x"]
+
+
+def run(ending, new_loop, compiler, prompts, *, forced=True, **options):
+    """Texts and steps of constrained requests beside a free one; greedy and sampled in turn."""
+    loop = new_loop(ending, grammars=compiler.grammars(), **options)
+    if not forced:
+        loop.runner._grammars.matcher = _without_forced(loop.runner._grammars.matcher)
+    for i, prompt in enumerate(prompts):
+        constraint = compiler.regex(PATTERNS[i % len(PATTERNS)]) if i < 2 * len(PATTERNS) else None
+        sampling = {"temperature": 1.0, "seed": i} if i % 2 else {}
+        loop.add(str(i), prompt, 24, constraint=constraint, **sampling)
+    return loop.run(), loop
+
+
+def _without_forced(make):
+    def matcher(*arguments):
+        state = make(*arguments)
+        state.forced_tokens = lambda limit: []
+        return state
+
+    return matcher
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny, prompts_for):
+    return prompts_for(11, tiny.config.vocab_size, seed=2, longest=20)
+
+
+def test_outputs_follow_their_grammars_alike_alone_preempted_and_without_guesses(ending, new_loop, compiler, prompts):
+    texts, loop = run(ending, new_loop, compiler, prompts)
+    for i in range(2 * len(PATTERNS)):
+        text = compiler.text(texts[str(i)])
+        if loop.finished[str(i)].finish_reason == "stop":
+            assert re.fullmatch(PATTERNS[i % len(PATTERNS)] + "(</s>|<\\|end\\|>)", text), text
+        else:
+            assert loop.finished[str(i)].finish_reason == "length"
+    assert loop.finished["1"].finish_reason == "stop"
+    free, _ = run(ending, new_loop, compiler, prompts, forced=False)
+    assert free == texts
+    preempted, small = run(ending, new_loop, compiler, prompts, num_blocks=11)
+    assert small.scheduler.num_preemptions > 0
+    assert preempted == texts
+    alone, _ = run(ending, new_loop, compiler, prompts, max_num_seqs=1)
+    assert alone == texts
+
+
+def test_a_request_without_constraint_is_untouched_by_constrained_neighbours(tiny, ending, new_loop, compiler, prompts):
+    texts, _ = run(ending, new_loop, compiler, prompts)
+    assert texts["10"] == tiny.reference_tokens(prompts[10], 24)
+
+
+def test_forced_tokens_cost_one_step(ending, new_loop, compiler):
+    def steps(forced: bool) -> int:
+        loop = new_loop(ending, grammars=compiler.grammars())
+        if not forced:
+            loop.runner._grammars.matcher = _without_forced(loop.runner._grammars.matcher)
+        loop.add("a", [5, 6, 7], 40, constraint=compiler.regex("a long constant text[0-9]"))
+        count = 0
+        while loop.scheduler.has_work:
+            loop.step()
+            count += 1
+        assert compiler.text(loop.tokens["a"])[:-6].startswith("a long constant tex")
+        return count
+
+    # A prefill, the guesses, the digit and its end as a guess.
+    assert steps(forced=True) <= 5
+    assert steps(forced=False) > 15
+
+
+def test_a_damaged_grammar_fails_alone(ending, new_loop, compiler):
+    loop = new_loop(ending, grammars=compiler.grammars())
+    loop.add("bad", [1, 2, 3], 8, constraint=Constraint(key="bad", grammar=b"nonsense"))
+    loop.add("good", [1, 2, 3], 8, constraint=compiler.regex("[ab]{4}"))
+    loop.run()
+    assert loop.finished["bad"].finish_reason == "error"
+    assert "can't be loaded" in loop.finished["bad"].error
+    assert loop.finished["good"].finish_reason == "stop"
+
+
+def test_a_device_without_a_vocabulary_says_so(tiny, new_loop):
+    loop = new_loop(tiny)
+    loop.runner.execute(
+        StepPlan(
+            admitted=(
+                AdmittedRequest(
+                    request_id="a",
+                    token_ids=(1,),
+                    num_prompt_tokens=1,
+                    sampling=SamplingParams(max_tokens=2),
+                    constraint=Constraint(key="k", grammar=b"g"),
+                ),
+            ),
+        )
+    )
+    share = ScheduledRequest(request_id="a", token_ids=[1], start=0, new_block_ids=[0], sample=True)
+    [result] = loop.runner.execute(StepPlan(scheduled=(share,)))
+    assert "can't follow constraints" in result.error
+
+
+def test_constraints_load_neither_transformers_nor_anything_before_they_are_used():
+    code = (
+        "import sys, paceline_engine.backends.cpu\n"
+        "assert 'xgrammar' not in sys.modules\n"
+        "from paceline_engine.grammar import import_xgrammar\n"
+        "info = import_xgrammar().TokenizerInfo(['a', 'b'], stop_token_ids=[1])\n"
+        "assert 'transformers' not in sys.modules\n"
+        "assert import_xgrammar().GrammarMatcher(import_xgrammar().GrammarCompiler(info).compile_regex('a+'))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
