@@ -23,12 +23,29 @@ MAX_SHORT_SHARE = MAX_DRAFT_TOKENS + 1
 IntArray = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class ScratchBlocks:
+    """Blocks outside the pool that stand behind each row's own, for tokens that are computed before they are known."""
+
+    first_id: int = 0
+    num_per_row: int = 0
+
+    def of_row(self, row: int) -> IntArray:
+        """Ids of one row's scratch blocks."""
+        begin = self.first_id + row * self.num_per_row
+        return np.arange(begin, begin + self.num_per_row, dtype=np.int64)
+
+
 class BlockTables:
     """One row of physical block ids for each running request."""
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, scratch: ScratchBlocks | None = None
+    ) -> None:
         self.block_size = block_size
-        self._table: IntArray = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int64)
+        self._scratch = scratch or ScratchBlocks()
+        width = max_blocks_per_seq + self._scratch.num_per_row
+        self._table: IntArray = np.zeros((max_num_seqs, width), dtype=np.int64)
         self._num_blocks = [0] * max_num_seqs
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -48,7 +65,10 @@ class BlockTables:
                 row = self._row_of[item.request_id]
                 begin = self._num_blocks[row]
                 self._num_blocks[row] = begin + len(item.new_block_ids)
-                self._table[row, begin : self._num_blocks[row]] = item.new_block_ids
+                end = self._num_blocks[row]
+                self._table[row, begin:end] = item.new_block_ids
+                if self._scratch.num_per_row:
+                    self._table[row, end : end + self._scratch.num_per_row] = self._scratch.of_row(row)
 
     def rows(self, items: Sequence[ScheduledRequest]) -> IntArray:
         """Row numbers of scheduled requests."""

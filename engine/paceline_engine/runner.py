@@ -15,6 +15,7 @@ from paceline_engine.backends.cpu_attention import CpuAttention, PagedKV
 from paceline_engine.batch import Batch, BlockTables, build_batch
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.spec import MAX_DRAFT_TOKENS
+from paceline_engine.drafting import Drafter, DraftModel
 from paceline_engine.grammar import Grammars
 from paceline_engine.messages import SamplingParams, TokenLogprobs
 from paceline_engine.models.decoder import Decoder
@@ -26,7 +27,8 @@ from paceline_engine.sampling.sampler import Sampler
 class ModelRunner:
     """One model with its KV pool.
 
-    lenience: 1 is exact speculation, see `sampling.speculation`. grammars: None where constraints can't be followed.
+    num_blocks: of the block pool; kv may have more, for a drafter's scratch. lenience: 1 is exact speculation, see
+    `sampling.speculation`. grammars: None where constraints can't be followed. draft_model: None where nobody drafts.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class ModelRunner:
         max_model_len: int,
         lenience: float = 1.0,
         grammars: Grammars | None = None,
+        draft_model: DraftModel | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         self.kv = kv
         self._decoder = decoder
@@ -46,6 +50,13 @@ class ModelRunner:
         self._rows: dict[str, Row] = {}
         self._grammars = grammars
         self._sampler = Sampler(decoder.config.vocab_size, lenience)
+        self._drafter = draft_model and Drafter(
+            draft_model,
+            self._sampler,
+            num_blocks=num_blocks or kv.num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[StepResult]:
@@ -67,10 +78,33 @@ class ModelRunner:
             row.resume_at(item.num_known_tokens)
         results = self._sampler.sample(logits[:num_sampled], batch.samplers, rows)
         results = [_advance(row, result) for row, result in zip(rows, results, strict=True)]
+        if self._drafter is not None:
+            results = self._draft(self._drafter, plan, results)
         return _with_scores(results, scores)
+
+    def _draft(self, drafter: Drafter, plan: StepPlan, results: Sequence[StepResult]) -> list[StepResult]:
+        """Results with the drafter's guesses, where some were wanted and the grammar forces none."""
+        finished = {
+            result.request_id
+            for result in results
+            if result.error is not None or result.draft_token_ids or self._rows[result.request_id].has_ended
+        }
+        wanted = [
+            item.num_wanted_drafts if item.sample and item.request_id not in finished else 0 for item in plan.scheduled
+        ]
+        drafter.propose(plan.scheduled, [self._rows[item.request_id] for item in plan.scheduled], wanted)
+        return [self._with_drafts(result) for result in results]
+
+    def _with_drafts(self, result: StepResult) -> StepResult:
+        drafts = self._rows[result.request_id].drafts
+        if drafts is None or result.draft_token_ids:
+            return result
+        return replace(result, draft_token_ids=drafts.token_ids)
 
     def _apply(self, plan: StepPlan) -> None:
         self._tables.apply(plan)
+        if self._drafter is not None:
+            self._drafter.apply(plan)
         for request_id in plan.released:
             self._rows.pop(request_id, None)
         for admitted in plan.admitted:
@@ -125,7 +159,7 @@ def _advance(row: Row, result: StepResult) -> StepResult:
     for token_id in result.token_ids:
         if not row.push(token_id):
             return replace(result, token_ids=(), error="the drawn token isn't one that the request's grammar allows")
-    if row.matcher is None or not result.token_ids or result.token_ids[-1] in row.ending_ids:
+    if row.matcher is None or row.has_ended or not result.token_ids:
         return result
     forced = row.matcher.forced_tokens(MAX_DRAFT_TOKENS)
     return replace(result, draft_token_ids=tuple(forced)) if forced else result

@@ -7,6 +7,7 @@ against transformers token by token in tests.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +46,14 @@ class Decoder:
         self._rotary = RotaryEmbedding(config, max_model_len, dtype)
         # Rounded to the weights' type, as the reference implementations of Gemma do.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
+
+    def first_layers(self, count: int) -> Decoder:
+        """This decoder without its later layers, sharing the weights: a drafter for it."""
+        if not 1 <= count <= len(self._layers):
+            raise ValueError(f"a drafter has 1 to {len(self._layers)} of the model's layers, not {count}")
+        shortened = copy.copy(self)
+        shortened._layers = self._layers[:count]
+        return shortened
 
     @torch.inference_mode()
     def forward(

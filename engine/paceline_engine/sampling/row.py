@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline_engine.core.outputs import AdmittedRequest
 from paceline_engine.sampling.cuts import has_cuts
@@ -90,17 +91,22 @@ class Row:
         """Tokens after the prompt, pushed guesses included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the latest output token ends the output."""
+        return self.num_output_tokens > 0 and self.token_ids[-1] in self.ending_ids
+
     def _make_counts(self) -> TokenCounts:
         prompt, output = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
         # Only the repetition penalty looks at the prompt.
         return TokenCounts(prompt if self.sampling.repetition_penalty != 1.0 else (), output)
 
-    def drafts_of(self, position: int, guesses: Sequence[int]) -> Drafts | None:
-        """What `guesses` at `position` were drawn from, if this device drew them."""
+    def draft_probabilities(self, position: int, guesses: Sequence[int]) -> npt.NDArray[np.float32] | None:
+        """[guesses, vocab] what `guesses` at `position` were drawn from, if this device drew them."""
         drafts = self.drafts
         if drafts is None or drafts.position != position or drafts.token_ids[: len(guesses)] != tuple(guesses):
             return None
-        return drafts
+        return drafts.probabilities
 
     def resume_at(self, num_tokens: int) -> None:
         """Take back tokens that the scheduler didn't take: it knows `num_tokens`."""

@@ -19,7 +19,7 @@ from paceline_engine.sampling.cuts import kept_tokens, probabilities
 from paceline_engine.sampling.logprobs import token_logprobs
 from paceline_engine.sampling.noise import Float32Array, FloatArray, GumbelDraw, Stream, gumbel_at, row_keys, uniforms
 from paceline_engine.sampling.row import Row, restrict_verified
-from paceline_engine.sampling.speculation import Drafts, accepts, residual
+from paceline_engine.sampling.speculation import accepts, residual
 
 NOT_FINITE = "the model's output for this request isn't finite (NaN or infinity); the request can't go on"
 NOTHING_ALLOWED = (
@@ -94,7 +94,7 @@ class Sampler:
         row, guesses, position = share.row, share.guesses, share.item.num_known_tokens
         if row.error is not None:
             raise SampleError(row.error)
-        drafts = row.drafts_of(position, guesses)
+        drawn_from = row.draft_probabilities(position, guesses)
         tokens: list[int] = []
         for index in range(len(guesses) + 1):
             at = share.begin + index
@@ -102,8 +102,9 @@ class Sampler:
             guess = guesses[index] if index < len(guesses) else None
             if row.greedy:
                 token = self._greedy(values[at], best[at], likeliest[at], guess)
-            elif guess is not None and (drafts is not None or self._lenience < 1.0):
-                token = self._verified(row, values[at], position + index, guess, drafts, index)
+            elif guess is not None and (drawn_from is not None or self._lenience < 1.0):
+                q = None if drawn_from is None else drawn_from[index]
+                token = self._verified(row, values[at], position + index, guess, q)
             else:
                 # Without a q a guess stands if it is what is drawn anyway: speculation then leaves even the path alone.
                 token = self.draw(row, values[at], position + index)
@@ -127,15 +128,15 @@ class Sampler:
         return int(ids[(scaled[ids] + gumbel_at(key, ids)).argmax()])
 
     def _verified(
-        self, row: Row, values: Float32Array, position: int, guess: int, drafts: Drafts | None, index: int
+        self, row: Row, values: Float32Array, position: int, guess: int, drawn_from: Float32Array | None
     ) -> int:
-        """The guess, if min(1, p / q) has it stand, or its replacement."""
+        """The guess, if min(1, p / q) has it stand, or its replacement; without a q all of q is on the guess."""
         p = distribution(row, values)
-        if drafts is None:
-            q: FloatArray = np.zeros_like(p)
+        q: FloatArray = np.zeros_like(p)
+        if drawn_from is None:
             q[guess] = 1.0
         else:
-            q = drafts.probabilities[index].astype(np.float64)
+            q[:] = drawn_from
         seed = row.sampling.seed
         uniform = uniforms(row_keys([seed], [position], Stream.ACCEPT))
         if accepts(p[guess], q[guess], uniform, self._lenience)[0]:

@@ -22,12 +22,13 @@ from paceline_engine.sampling.noise import FloatArray, IntArray
 class Drafts:
     """Guesses that a drafting device drew for one row, and from what.
 
-    position: of the first guess. probabilities [len(token_ids), vocab]: the distribution that each was drawn from.
+    position: of the first guess. probabilities [len(token_ids), vocab]: the distribution that each was drawn from; None
+    where each was the likeliest token.
     """
 
     position: int
     token_ids: tuple[int, ...]
-    probabilities: npt.NDArray[np.float32]
+    probabilities: npt.NDArray[np.float32] | None
 
 
 def accepts(p: FloatArray, q: FloatArray, uniforms: FloatArray, lenience: float = 1.0) -> npt.NDArray[np.bool_]:

@@ -21,6 +21,7 @@ from paceline_engine.core.block_pool import BlockPool  # noqa: E402
 from paceline_engine.core.kv_manager import KVManager, SequenceStore  # noqa: E402
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from paceline_engine.core.spec import SpeculationConfig  # noqa: E402
+from paceline_engine.drafting import DraftModel, num_scratch_blocks  # noqa: E402
 from paceline_engine.messages import AddRequest, Constraint, RequestOutput, SamplingParams  # noqa: E402
 from paceline_engine.models.config import ModelConfig  # noqa: E402
 from paceline_engine.models.decoder import Decoder  # noqa: E402
@@ -119,12 +120,31 @@ def make_loop(
     make_store: Callable[[PagedKV], SequenceStore] | None = None,
     dtype: torch.dtype = torch.float32,
     speculation: SpeculationConfig | None = None,
+    draft: Checkpoint | int | None = None,
     **runner_options: Any,
 ) -> Loop:
-    """The real scheduler, runner and decoder over one pool."""
-    kv = PagedKV(checkpoint.config, num_blocks, block_size, dtype)
+    """The real scheduler, runner and decoder over one pool. draft: another model, or the layers that draft for all."""
+    scratch = 0 if draft is None else num_scratch_blocks(max_num_seqs, block_size)
+    kv = PagedKV(checkpoint.config, num_blocks + scratch, block_size, dtype)
     decoder = Decoder(checkpoint.config, checkpoint.files, max_model_len=max_model_len, dtype=dtype)
-    runner = ModelRunner(decoder, kv, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **runner_options)
+    draft_model = None
+    if isinstance(draft, int):
+        draft_model = DraftModel(decoder=decoder.first_layers(draft), kv=kv, shares_kv=True)
+    elif draft is not None:
+        draft_model = DraftModel(
+            decoder=Decoder(draft.config, draft.files, max_model_len=max_model_len, dtype=dtype),
+            kv=PagedKV(draft.config, num_blocks + scratch, block_size, dtype),
+            shares_kv=False,
+        )
+    runner = ModelRunner(
+        decoder,
+        kv,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        draft_model=draft_model,
+        num_blocks=num_blocks,
+        **runner_options,
+    )
     manager = KVManager(BlockPool(num_blocks, order), block_size, make_store(kv) if make_store else None)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
