@@ -80,7 +80,12 @@ class ModelRunner:
         results = [_advance(row, result) for row, result in zip(rows, results, strict=True)]
         if self._drafter is not None:
             results = self._draft(self._drafter, plan, results)
-        return _with_scores(results, scores)
+        return self._errors(plan) + _with_scores(results, scores)
+
+    def _errors(self, plan: StepPlan) -> list[StepResult]:
+        """Requests that can't run say so with their first share; those that sample have a result anyway."""
+        rows = ((item, self._rows[item.request_id]) for item in plan.scheduled if not item.sample)
+        return [StepResult(item.request_id, error=row.error) for item, row in rows if row.error is not None]
 
     def _draft(self, drafter: Drafter, plan: StepPlan, results: Sequence[StepResult]) -> list[StepResult]:
         """Results with the drafter's guesses, where some were wanted and the grammar forces none."""

@@ -22,7 +22,7 @@ from paceline_engine.core.kv_manager import KVManager, SequenceStore  # noqa: E4
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from paceline_engine.core.spec import SpeculationConfig  # noqa: E402
 from paceline_engine.drafting import DraftModel, num_scratch_blocks  # noqa: E402
-from paceline_engine.messages import AddRequest, Constraint, RequestOutput, SamplingParams  # noqa: E402
+from paceline_engine.messages import AddRequest, Constraint, RequestOutput, SamplingParams, TokenLogprobs  # noqa: E402
 from paceline_engine.models.config import ModelConfig  # noqa: E402
 from paceline_engine.models.decoder import Decoder  # noqa: E402
 from paceline_engine.models.hf_folder import read_config  # noqa: E402
@@ -65,6 +65,8 @@ class Loop:
     runner: ModelRunner
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, RequestOutput] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs | None, ...]] = field(default_factory=dict)
     before_step: Callable[[], None] = lambda: None
 
     def add(
@@ -86,6 +88,10 @@ class Loop:
     def _record(self, output: RequestOutput) -> None:
         assert output.request_id not in self.finished, "an output after the terminal one"
         self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
+        if output.prompt_logprobs:
+            assert output.request_id not in self.prompt_logprobs, "prompt logprobs come once"
+            self.prompt_logprobs[output.request_id] = output.prompt_logprobs
         if output.finish_reason is not None:
             self.finished[output.request_id] = output
 
