@@ -66,15 +66,41 @@ class ChatTemplate:
             raise ModelError(f"chat template does not compile: {error}: give another with --chat-template") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that ends where the assistant's answer begins. Raises TemplateRefused."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt. By default it ends where the assistant's answer begins.
+
+        continue_final_message: it ends with the last message's content, so that the model writes on. variables: what
+        else the template may use; they never replace what it is given anyway. Raises TemplateRefused.
+        """
+        taken = variables.keys() & {*self._special_tokens, "messages", "documents"}
+        if taken:
+            raise TemplateRefused(f"{min(taken)!r} can't be given to the chat template: it has its own")
         try:
-            return self._template.render(
+            text = self._template.render(
                 **self._special_tokens,
+                **variables,
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise TemplateRefused(f"the chat template refuses these messages: {error}") from error
+        return _cut_behind(text, str(messages[-1]["content"])) if continue_final_message else text
+
+
+def _cut_behind(text: str, content: str) -> str:
+    """`text` up to the end of its last `content`."""
+    content = content.rstrip()
+    at = text.rfind(content)
+    if not content or at < 0:
+        raise TemplateRefused("can't continue the last message: the chat template does not keep its content")
+    return text[: at + len(content)]

@@ -32,6 +32,7 @@ _CORE = EngineConfig(model_dir="")
 _MEMORY = cast("int", "256Mi")
 _DRAIN = cast("float", "120s")
 _PROGRESS = cast("float", "10s")
+_COMPILE = cast("float", "10s")
 
 app = typer.Typer(
     help="Paceline's LLM engine: an OpenAI-compatible server over a paged, continuously batched decoder.",
@@ -84,6 +85,9 @@ def serve(
     progress_timeout: opt.ProgressTimeout = _PROGRESS,
     internal_token_file: opt.TokenFile = None,
     chat_template: opt.TemplateFile = None,
+    trust_request_chat_template: opt.TrustTemplate = False,
+    tool_call_parser: opt.ToolCallParser = "auto",
+    grammar_compile_timeout: opt.GrammarTimeout = _COMPILE,
     cache_dir: opt.CacheDir = None,
     seed: opt.Seed = _CORE.seed,
     simulated_alpha_ms: opt.SimulatedAlpha = _CORE.simulated_alpha_ms,

@@ -36,6 +36,7 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 
 _SIZE, _DURATION = _parsed(parse_bytes), _parsed(parse_duration_s)
+_TOOL_FORMATS = ("auto", "none", "hermes", "llama3_json")
 _LEVELS = ("debug", "info", "warning", "error")
 
 Model = Annotated[str, typer.Option(help="package://NAME/FILE.gguf, file:///PATH.gguf or file:///FOLDER.")]
@@ -48,6 +49,18 @@ TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token that /v1/* and /admin/* ask for. Default: none asked.")
 ]
 TemplateFile = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
+TrustTemplate = Annotated[
+    bool, typer.Option("--trust-request-chat-template", help="Let requests bring a chat_template of their own.")
+]
+ToolCallParser = Annotated[
+    str,
+    typer.Option(
+        parser=_choice(*_TOOL_FORMATS), metavar="|".join(_TOOL_FORMATS), help="Format of tool calls; auto: by template."
+    ),
+]
+GrammarTimeout = Annotated[
+    float, typer.Option(parser=_DURATION, metavar="DURATION", help="How long a constraint may take to compile.")
+]
 Host = Annotated[str, typer.Option(help="Address to listen on.", envvar="PACELINE_HOST")]
 EngineHost = Annotated[str, typer.Option(help="Address of the engine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Public port; 0 picks one.")]
@@ -62,11 +75,22 @@ Dtype = Annotated[
 ]
 MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output. Default: the model's.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests that run at once.")]
-MaxNumWaiting = Annotated[int, typer.Option(min=0, help="Requests that may wait; more get 503.")]
+MaxNumWaiting = Annotated[
+    int, typer.Option("--max-num-waiting", "--max-num-queued-reqs", min=0, help="Requests that may wait; more get 503.")
+]
 MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step.")]
 PrefillChunkTokens = Annotated[int, typer.Option(min=1, help="Most prompt tokens of one request in one step.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")]
-KVCacheMemory = Annotated[int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory of the KV block pool.")]
+KVCacheMemory = Annotated[
+    int,
+    typer.Option(
+        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
+        parser=_SIZE,
+        metavar="SIZE",
+        help="Memory of the KV block pool.",
+    ),
+]
 KVStoreMemory = Annotated[
     int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for preempted requests' KV; 0 recomputes it.")
 ]

@@ -37,6 +37,7 @@ from paceline_engine.messages import (
     CoreReady,
     CoreStats,
     FromCore,
+    KVEvent,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -132,11 +133,13 @@ class CoreClient:
         *,
         max_live: int,
         on_stats: Callable[[CoreStats], None],
+        on_kv_events: Callable[[tuple[KVEvent, ...]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._process = process
-        self._max_live = max_live
+        self.max_live = max_live
         self._on_stats = on_stats
+        self._on_kv_events = on_kv_events
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -168,7 +171,7 @@ class CoreClient:
 
     def room_for(self, count: int) -> bool:
         """Whether `count` more requests would be admitted."""
-        return len(self._streams) + count <= self._max_live
+        return len(self._streams) + count <= self.max_live
 
     def silent_seconds(self) -> float:
         """Seconds since the core last said anything; a live core speaks about twice a second."""
@@ -256,6 +259,8 @@ class CoreClient:
                 stream.put(Arrival(output, self._last_heard))
         for result in step.results:
             self._answer(result)
+        if step.kv_events:
+            self._on_kv_events(step.kv_events)
         self._on_stats(step.stats)
 
     def _answer(self, result: CommandResult) -> None:

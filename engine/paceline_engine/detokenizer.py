@@ -32,13 +32,14 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For byte-level BPE: a token is bytes, so an incremental UTF-8 decoder is exact and costs O(1) a token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Text that became certain with this token; special tokens have none."""
-        if token_id in self._tokenizer.special_ids:
+        """Text that became certain with this token; hidden tokens have none."""
+        if token_id in self._hidden:
             return ""
         return self._decoder.decode(self._tokenizer.piece(token_id))
 
@@ -50,13 +51,16 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any other tokenizer: decode a short window with and without the new tokens, emit the difference."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Text that became certain with this token."""
+        """Text that became certain with this token; hidden tokens have none."""
+        if token_id in self._hidden:
+            return ""
         self._pending.append(token_id)
         text = self._difference()
         if not text or (text.endswith(REPLACEMENT) and len(self._pending) < MAX_HELD_TOKENS):
@@ -71,20 +75,22 @@ class WindowDetokenizer:
         return text
 
     def _difference(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(before) :]
+        before = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        return self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)[len(before) :]
 
 
-def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
-    """A detokenizer for one request."""
-    return ByteDetokenizer(tokenizer) if tokenizer.is_byte_level else WindowDetokenizer(tokenizer)
+def make_detokenizer(tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> Detokenizer:
+    """A detokenizer for one request; by default special tokens are hidden."""
+    hidden = tokenizer.special_ids if hidden is None else hidden
+    return ByteDetokenizer(tokenizer, hidden) if tokenizer.is_byte_level else WindowDetokenizer(tokenizer, hidden)
 
 
 class StopFinder:
-    """Finds the earliest stop string over a stream of text pieces."""
+    """Finds the earliest stop string over a stream of text pieces. keep: the text goes on to the string's end."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -92,10 +98,11 @@ class StopFinder:
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            at, size = min(found)
+            return text[: at + size if self._keep else at], True
         keep = self._longest_beginning(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -114,11 +121,24 @@ class StopFinder:
 
 
 class OutputText:
-    """One request's output: ids in, text out, until a stop string or the end."""
+    """One request's output: ids in, text out, until a stop string or the end.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = make_detokenizer(tokenizer)
-        self._finder = StopFinder(stops)
+    min_tokens: text of the first tokens is not searched for stop strings. keep_stop: a stop string that was found is
+    part of the text. hidden: ids without text; None hides the special tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        keep_stop: bool = False,
+        hidden: frozenset[int] | None = None,
+    ) -> None:
+        self._detokenizer = make_detokenizer(tokenizer, hidden)
+        self._finder = StopFinder(stops, keep=keep_stop)
+        self._min_tokens = min_tokens
         self.num_tokens = 0
         self.stopped = False
 
@@ -127,7 +147,10 @@ class OutputText:
         self.num_tokens += 1
         if silent:
             return ""
-        text, self.stopped = self._finder.push(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if self.num_tokens < self._min_tokens:
+            return text
+        text, self.stopped = self._finder.push(text)
         return text
 
     def flush(self) -> str:

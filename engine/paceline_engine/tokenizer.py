@@ -46,6 +46,21 @@ class Tokenizer:
         """Bytes of one byte-level token; empty for an id outside the vocabulary, which a padded model can emit."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Ids of those of these tokens that the vocabulary has as one token each."""
+        found = (self._tokenizer.token_to_id(token) for token in tokens)
+        return frozenset(token_id for token_id in found if token_id is not None)
+
+    def token_text(self, token_id: int) -> str:
+        """One token for display; bytes that are only part of a character show as U+FFFD."""
+        if self.is_byte_level:
+            return self.piece(token_id).decode(errors="replace")
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token."""
+        return self.piece(token_id) if self.is_byte_level else self.token_text(token_id).encode()
+
     def _make_pieces(self) -> list[bytes]:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         pieces = [b""] * (max(vocab.values(), default=-1) + 1)

@@ -22,7 +22,12 @@ BODY_BYTES_MAX = 32 * 1024 * 1024
 
 
 class EngineLoad(BaseModel):
-    """Answer of the engine's `GET /v1/load`: what was true at `time` (Unix seconds)."""
+    """Answer of the engine's `GET /v1/load`: what was true at `time` (Unix seconds).
+
+    free_blocks: held by nobody; cached_blocks of them hold KV that a prefix would find. A step of n tokens takes about
+    step_alpha_s + step_beta_s * n; these and prefill_tokens_per_s are 0 until measured. epoch: of the KV events; a new
+    one means that the cache began anew. config_hash: of the options that the engine runs with.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -36,6 +41,15 @@ class EngineLoad(BaseModel):
     block_size: int
     namespace_digest: str
     draining: bool
+    asleep: bool = False
+    cached_blocks: int = 0
+    max_model_len: int = 0
+    tokenizer_digest: str = ""
+    step_alpha_s: float = 0.0
+    step_beta_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    epoch: str = ""
+    config_hash: str = ""
 
 
 class DrainRequest(BaseModel):

@@ -197,7 +197,8 @@ def test_several_prompts_are_several_choices(engine: EngineProcess) -> None:
 
 def test_token_ids_are_a_prompt_and_stop_token_ids_end_it(engine: EngineProcess) -> None:
     body = {"model": "m", "prompt": [504, 2025, 282], "max_tokens": 5, "ignore_eos": True}
-    assert engine.post(body).json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    usage = engine.post(body).json()["usage"]
+    assert usage | {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8} == usage
     assert engine.post(body | {"prompt": [[1], [2, 3]]}).json()["usage"]["prompt_tokens"] == 3
 
 
@@ -213,9 +214,9 @@ def test_the_openai_client_works_unchanged(engine: EngineProcess) -> None:
         text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
         assert text == whole.choices[0].message.content
         assert parts[-1].usage == whole.usage
-        with pytest.raises(openai.BadRequestError, match="logprobs") as refused:
-            client.chat.completions.create(model="m", messages=messages, logprobs=True)
-        assert refused.value.param == "logprobs"
+        with pytest.raises(openai.BadRequestError, match="top_logprobs") as refused:
+            client.chat.completions.create(model="m", messages=messages, top_logprobs=2)
+        assert refused.value.param == "top_logprobs"
         with pytest.raises(openai.NotFoundError, match="is not served here"):
             client.chat.completions.create(model="other", messages=messages)
 
@@ -306,7 +307,7 @@ def test_a_client_that_goes_away_frees_its_blocks(slow: EngineProcess, stream: b
 def test_metrics_are_those_of_the_catalogue_and_add_up(slow: EngineProcess) -> None:
     for _ in range(3):
         assert slow.post(LONG | {"max_tokens": 4}).status_code == 200
-    assert slow.post(LONG | {"n": 2}).status_code == 400
+    assert slow.post(LONG | {"n": 0}).status_code == 400
     slow.wait_idle()
     families = {
         family.name: family for family in text_string_to_metric_families(httpx.get(f"{slow.metrics}/metrics").text)
@@ -460,7 +461,7 @@ def test_the_capital_of_france(smollm2: EngineProcess) -> None:
     assert "Paris" in text
     assert "<|im_end|>" not in text
     assert whole["choices"][0]["finish_reason"] == "stop"
-    assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == text
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""The apps of the two private ports: load and drain for the control plane, metrics for Prometheus."""
+"""The apps of the two private ports: load, KV events, drain, cache reset and sleep (vLLM's paths); and metrics."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from paceline_api.wire import DrainRequest, DrainState, EngineLoad
-from paceline_engine.messages import CoreStats
+from paceline_engine.core_client import CoreError
+from paceline_engine.messages import CommandName, CoreStats
 from paceline_engine.server.engine import Engine, State
-from paceline_engine.server.errors import invalid
+from paceline_engine.server.errors import ApiError, invalid
 from paceline_engine.server.routes import add_error_handlers
-from paceline_engine.server.transport import InternalToken, RequestIds, read_body
+from paceline_engine.server.transport import EventStream, InternalToken, RequestIds, read_body
 
 
 def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], None]) -> FastAPI:
@@ -27,6 +28,31 @@ def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], 
     @app.get("/v1/load")
     async def load() -> Response:
         return JSONResponse(current_load(engine).model_dump())
+
+    @app.get("/v1/kv-events")
+    async def kv_events(request: Request) -> Response:
+        start = _whole_number(request, "from")
+        serving = engine.serving
+        about = {"namespace_digest": serving.ready.namespace_digest, "block_size": serving.ready.block_size}
+        lines = engine.events.lines(request.query_params.get("epoch"), start, about)
+        await read_body(request)
+        return EventStream(lines, "application/x-ndjson")
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        return await _command(engine, "reset_prefix_cache")
+
+    @app.post("/sleep")
+    async def sleep(request: Request) -> Response:
+        return await _command(engine, "sleep", level=request.query_params.get("level", "1"))
+
+    @app.post("/wake_up")
+    async def wake_up() -> Response:
+        return await _command(engine, "wake")
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        return JSONResponse({"is_sleeping": engine.asleep})
 
     @app.post("/admin/drain")
     async def start_drain(request: Request) -> Response:
@@ -44,6 +70,21 @@ def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], 
     return app
 
 
+async def _command(engine: Engine, name: CommandName, **arguments: str) -> Response:
+    """Have the core do it. Raises ApiError: 409 with the core's reason if it can't be done now."""
+    try:
+        return JSONResponse(await engine.serving.core.command(name, **arguments))
+    except CoreError as error:
+        raise ApiError(409, str(error), kind="conflict", code="refused_by_core") from error
+
+
+def _whole_number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise invalid(f"query parameter {name}: {text[:40]!r} is not a whole number", name)
+    return int(text)
+
+
 def current_load(engine: Engine) -> EngineLoad:
     """What is true now; zeros while the model loads."""
     core = engine.core
@@ -59,6 +100,15 @@ def current_load(engine: Engine) -> EngineLoad:
         block_size=ready.block_size if ready else 0,
         namespace_digest=ready.namespace_digest if ready else "",
         draining=engine.state is State.DRAINING,
+        asleep=stats.asleep,
+        cached_blocks=stats.num_cached_blocks,
+        max_model_len=ready.max_model_len if ready else 0,
+        tokenizer_digest=engine.serving.model.tokenizer_digest if core is not None else "",
+        step_alpha_s=stats.step_alpha_seconds,
+        step_beta_s=stats.step_beta_seconds,
+        prefill_tokens_per_s=stats.prefill_tokens_per_second,
+        epoch=engine.events.epoch,
+        config_hash=engine.config_hash,
     )
 
 

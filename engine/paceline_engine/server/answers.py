@@ -1,14 +1,23 @@
-"""OpenAI response payloads: chat and completion objects, whole or as stream chunks, and usage."""
+"""OpenAI response payloads: chat and completion objects, whole or as stream chunks, and usage.
+
+A whole answer is made of the same deltas as a stream and read by the same tool parser, so both say the same.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from paceline_engine.server.engine import Delta
+from paceline_engine.messages import TokenLogprobs
 from paceline_engine.server.errors import ApiError
+from paceline_engine.server.generation import Counts, Delta, Prompt
+from paceline_engine.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from paceline_engine.tokenizer import Tokenizer
+from paceline_engine.tools.events import CallArguments, CallBegin, Content, Event, ToolParser
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,9 +32,76 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body())
 
 
-def usage(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Token counts; the output's include the token that ended it."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+def usage(prompts: Sequence[Prompt], counts: Sequence[Counts]) -> dict[str, Any]:
+    """Token counts. A prompt counts once, whatever n; output includes the token that ended it.
+
+    cached_tokens: of a prompt's first choice, for the others find what that one computed.
+    """
+    firsts = {prompt.number: index for index, prompt in reversed(list(enumerate(prompts)))}
+    num_prompt = sum(len(prompts[index].token_ids) for index in firsts.values())
+    num_output = sum(count.output for count in counts)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(counts[index].cached for index in firsts.values())},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(count.accepted for count in counts),
+            "rejected_prediction_tokens": sum(count.rejected for count in counts),
+        },
+    }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice while its deltas come in."""
+
+    prompt: Prompt
+    parser: ToolParser | None
+    completion_logprobs: CompletionLogprobs
+    one_call: bool = False
+    counts: Counts = field(default_factory=Counts)
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    started: bool = False
+    finish_reason: str | None = None
+    incomplete: bool | None = None
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """What a chat stream's chunks say of this delta: parts of a message."""
+        self.counts = delta.counts
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.incomplete = delta.incomplete
+        events: list[Event] = [Content(delta.text)] if self.parser is None else self.parser.push(delta.text)
+        if self.parser is not None and delta.finish_reason is not None:
+            events += self.parser.finish()
+        parts = [part for found in events if (part := self._part(found)) is not None]
+        if delta.finish_reason is not None:
+            self.finish_reason = "tool_calls" if self.calls and delta.finish_reason == "stop" else delta.finish_reason
+        return parts
+
+    @property
+    def text_or_none(self) -> str | None:
+        """The message's content: null beside calls, where there is no text."""
+        return self.text or (None if self.calls else "")
+
+    def _part(self, found: Event) -> dict[str, Any] | None:
+        if isinstance(found, Content):
+            self.text += found.text
+            return {"content": found.text}
+        if self.one_call and found.index > 0:
+            return None
+        if isinstance(found, CallBegin):
+            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            function = {"name": found.name, "arguments": ""}
+            self.calls.append(call | {"function": function})
+            return {"tool_calls": [{"index": found.index} | call | {"function": dict(function)}]}
+        assert isinstance(found, CallArguments)
+        self.calls[found.index]["function"]["arguments"] += found.text
+        return {"tool_calls": [{"index": found.index, "function": {"arguments": found.text}}]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +112,85 @@ class Answer:
     model: str
     created: int
     chat: bool
+    tokenizer: Tokenizer
+    choices: list[Choice]
 
-    def chunk(self, delta: Delta, *, first: bool, with_usage: bool) -> dict[str, Any]:
-        """A stream chunk; with `with_usage` it says that usage comes later, as OpenAI does."""
-        if self.chat:
-            content: dict[str, Any] = {"role": "assistant"} if first else {}
-            choice: dict[str, Any] = {"index": delta.index, "delta": content | {"content": delta.text}}
-        else:
-            choice = {"index": delta.index, "text": delta.text}
-        choice |= {"logprobs": None, "finish_reason": delta.finish_reason}
-        return self._envelope([choice], chunk=True) | ({"usage": None} if with_usage else {})
+    def chunks(self, delta: Delta, usage_of: Callable[[], dict[str, Any] | None] | None) -> list[dict[str, Any]]:
+        """Stream chunks of a delta. usage_of: what `usage` says in each; without it there is none."""
+        choice = self.choices[delta.index]
+        parts = choice.take(delta)
+        bodies = self._chat_bodies(choice, parts) if self.chat else [{"text": delta.text}]
+        if choice.finish_reason is None and not delta.logprobs:
+            # A tool parser may hold everything back.
+            bodies = [body for body in bodies if body != {"delta": {}}]
+        made: list[dict[str, Any]] = []
+        for number, body in enumerate(bodies):
+            last = number == len(bodies) - 1
+            entry = {"index": delta.index, **body, "logprobs": None, "finish_reason": None}
+            if number == 0:
+                entry["logprobs"] = self._logprobs(choice, delta.logprobs, delta.prompt_logprobs)
+            if last and choice.finish_reason is not None:
+                entry |= _end(choice)
+            made.append(self._envelope([entry], chunk=True) | ({"usage": usage_of()} if usage_of else {}))
+        return made
 
-    def usage_chunk(self, num_prompt: int, num_output: int) -> dict[str, Any]:
+    def _chat_bodies(self, choice: Choice, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Deltas of a message: the first has the role, and there is one even if it says nothing more."""
+        bodies = [{"delta": part} for part in parts if part != {"content": ""}] or [{"delta": {}}]
+        if not choice.started:
+            choice.started = True
+            first = bodies[0]["delta"]
+            bodies[0] = {"delta": {"role": "assistant", "content": ""} | first}
+        return bodies
+
+    def usage_chunk(self, usage_now: dict[str, Any]) -> dict[str, Any]:
         """The last chunk of a stream that asked for usage."""
-        return self._envelope([], chunk=True) | {"usage": usage(num_prompt, num_output)}
+        return self._envelope([], chunk=True) | {"usage": usage_now}
 
-    def whole(self, texts: list[str], ends: list[Delta], num_prompt: int) -> dict[str, Any]:
-        """A non-streamed answer; `ends` are the choices' last deltas."""
-        choices: list[dict[str, Any]] = []
-        for text, end in zip(texts, ends, strict=True):
-            body: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append({"index": end.index, **body, "logprobs": None, "finish_reason": end.finish_reason})
-        num_output = sum(end.num_tokens for end in ends)
-        return self._envelope(choices, chunk=False) | {"usage": usage(num_prompt, num_output)}
+    def whole(self) -> dict[str, Any]:
+        """A non-streamed answer, once all deltas are taken."""
+        made: list[dict[str, Any]] = []
+        top: dict[str, Any] = {}
+        for index, choice in enumerate(self.choices):
+            body: dict[str, Any] = {"text": choice.text}
+            if self.chat:
+                message: dict[str, Any] = {
+                    "role": "assistant",
+                    "content": choice.text_or_none,
+                }
+                body = {"message": message | ({"tool_calls": choice.calls} if choice.calls else {})}
+            logprobs = self._logprobs(choice, choice.logprobs, choice.prompt_logprobs)
+            made.append({"index": index, **body, "logprobs": logprobs, **_end(choice)})
+            if choice.prompt.sampling.prompt_logprobs is not None and not self._echoes_logprobs(choice):
+                shown = prompt_logprobs(self.tokenizer, choice.prompt_logprobs)
+                (top if self.chat else made[-1])["prompt_logprobs"] = shown
+        return self._envelope(made, chunk=False) | top | {"usage": self.usage_now()}
+
+    def usage_now(self) -> dict[str, Any]:
+        """Usage so far."""
+        return usage([choice.prompt for choice in self.choices], [choice.counts for choice in self.choices])
+
+    def _echoes_logprobs(self, choice: Choice) -> bool:
+        return choice.prompt.echo is not None and choice.prompt.sampling.logprobs is not None
+
+    def _logprobs(
+        self, choice: Choice, entries: Sequence[TokenLogprobs], of_prompt: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any] | None:
+        if choice.prompt.sampling.logprobs is None:
+            return None
+        if self.chat:
+            return chat_logprobs(self.tokenizer, entries)
+        pairs: list[tuple[int, TokenLogprobs | None]] = []
+        if self._echoes_logprobs(choice):
+            pairs += zip(choice.prompt.token_ids, of_prompt, strict=False)
+        pairs += [(entry.token_id, entry) for entry in entries]
+        return choice.completion_logprobs.take(pairs)
 
     def _envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    made: dict[str, Any] = {"finish_reason": choice.finish_reason}
+    return made | ({"incomplete": True} if choice.incomplete else {})

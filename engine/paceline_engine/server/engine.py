@@ -1,7 +1,8 @@
-"""The engine as the HTTP layer sees it: state, admission, and one request from token ids to text.
+"""The engine as the HTTP layer sees it: state and admission.
 
-States: loading -> ready -> draining, and failed from anywhere. In-flight counts accepted HTTP requests until their
-answer is written, so a drain that waits for zero cuts nobody off. No HTTP types here.
+States: loading -> ready -> draining, and failed from anywhere; a ready engine may sleep, its KV released. In-flight
+counts accepted HTTP requests until their answer is written, so a drain that waits for zero cuts nobody off. No HTTP
+types here.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from paceline_engine.chat_template import ChatTemplate
-from paceline_engine.core_client import Arrival, CoreClient, CoreError, QueueFull, RequestStream
-from paceline_engine.detokenizer import OutputText
-from paceline_engine.messages import AddRequest, CoreReady, SamplingParams
+from paceline_engine.core_client import CoreClient
+from paceline_engine.messages import CoreReady
 from paceline_engine.metrics import EngineMetrics
 from paceline_engine.models.loader import LoadedModel
-from paceline_engine.server.errors import RETRY_SOON_SECONDS, internal, unavailable
+from paceline_engine.server.errors import RETRY_SOON_SECONDS, invalid, unavailable
+from paceline_engine.server.kv_events import EventLog
+from paceline_engine.structured.compiler import GrammarCompiler
 from paceline_engine.tokenizer import Tokenizer
 
 
@@ -36,43 +37,19 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What exists once the model is loaded."""
+    """What exists once the model is loaded. tool_format: how the model writes tool calls; None if it does not.
+
+    make_template: compiles a template that a request brings; None where requests may not.
+    """
 
     model: LoadedModel
     tokenizer: Tokenizer
     template: ChatTemplate | None
     core: CoreClient
     ready: CoreReady
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One prompt to complete. `arrived` is in the engine's clock."""
-
-    token_ids: list[int]
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    salt: str
-    arrived: float
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What became certain: text, tokens so far, and at the end why ("stop" or "length")."""
-
-    index: int
-    text: str
-    num_tokens: int
-    finish_reason: str | None = None
-
-
-@dataclass(slots=True)
-class _Timing:
-    """Arrival times of one request's tokens, seconds in the engine's clock."""
-
-    arrived: float
-    first: float | None = None
-    last: float = field(default=0.0)
+    compiler: GrammarCompiler
+    tool_format: str | None = None
+    make_template: Callable[[str], ChatTemplate] | None = None
 
 
 class Engine:
@@ -84,11 +61,13 @@ class Engine:
         model_name: str,
         metrics: EngineMetrics,
         progress_timeout: float,
+        config_hash: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.wall_clock = wall_clock
         self.model_name = model_name
+        self.config_hash = config_hash
         self.created = self.created_now()
         self.metrics = metrics
         self.clock = clock
@@ -97,6 +76,7 @@ class Engine:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self.events = EventLog(secrets.token_hex(8))
         self._serving: Serving | None = None
         self._progress_timeout = progress_timeout
 
@@ -138,7 +118,15 @@ class Engine:
 
     def not_ready(self) -> str | None:
         """Why a request would be refused now, or None."""
-        return self.state.value if self.state is not State.READY else self.not_live()
+        if self.state is not State.READY:
+            return self.state.value
+        return "asleep" if self.asleep else self.not_live()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the KV is released; nothing is served until it is woken."""
+        core = self.core
+        return core is not None and core.stats.asleep
 
     def refuse_unless_ready(self) -> None:
         """Raises ApiError (503) while nothing is served; cheap, so it comes before a body is read."""
@@ -147,11 +135,19 @@ class Engine:
             raise unavailable(
                 f"the engine is {self.state.value}: use another replica or try again later", self.state.value
             )
+        if self.asleep:
+            self.metrics.on_rejected("asleep")
+            raise unavailable("the engine is asleep: wake it with POST /wake_up on its admin port", "asleep")
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
         """Account for one HTTP request of `count` prompts. Raises ApiError (503) if it can't be served here and now."""
         self.refuse_unless_ready()
+        if count > self.serving.core.max_live:
+            most = self.serving.core.max_live
+            raise invalid(
+                f"{count} choices are asked for and this engine holds at most {most} at once: ask for fewer", "n"
+            )
         if not self.serving.core.room_for(count):
             self.metrics.on_rejected("queue_full")
             raise unavailable("the queue of this engine is full: try again later", "queue_full", RETRY_SOON_SECONDS)
@@ -168,79 +164,6 @@ class Engine:
         """Admit nothing from now on."""
         if self.state in (State.LOADING, State.READY):
             self.state = State.DRAINING
-
-    async def generate(self, index: int, prompt: Prompt) -> AsyncGenerator[Delta, None]:
-        """Run one prompt; the last delta has a finish_reason. Close the iterator to abort.
-
-        Raises ApiError if the request ends without a regular reason: the core failed, or the engine was stopped.
-        """
-        stream = self._submit(prompt)
-        output = OutputText(self.serving.tokenizer, prompt.stops)
-        timing = _Timing(prompt.arrived)
-        reason = "abort"
-        try:
-            while True:
-                text = ""
-                for arrival in await stream.next():
-                    text += self._take(arrival, prompt, output, timing)
-                    ended = "stop" if output.stopped else arrival.output.finish_reason
-                    if ended is not None:
-                        reason = ended
-                        break
-                else:
-                    if text:
-                        yield Delta(index, text, output.num_tokens)
-                    continue
-                yield self._last_delta(index, text, output, reason, arrival.output.error)
-                return
-        finally:
-            stream.close()
-            decode_seconds = timing.last - timing.first if timing.first is not None else 0.0
-            self.metrics.on_finished(reason, self.clock() - prompt.arrived, output.num_tokens, decode_seconds)
-
-    def _submit(self, prompt: Prompt) -> RequestStream:
-        request = AddRequest(
-            request_id=uuid.uuid4().hex,
-            prompt_token_ids=tuple(prompt.token_ids),
-            sampling=prompt.sampling,
-            salt=prompt.salt,
-        )
-        try:
-            stream = self.serving.core.submit(request)
-        except QueueFull as error:
-            self.metrics.on_rejected("queue_full")
-            raise unavailable("the queue of this engine is full", "queue_full", RETRY_SOON_SECONDS) from error
-        except CoreError as error:
-            raise internal(str(error)) from error
-        self.metrics.on_accepted(len(prompt.token_ids))
-        return stream
-
-    def _take(self, arrival: Arrival, prompt: Prompt, output: OutputText, timing: _Timing) -> str:
-        """Text of one output of the core; stops at a stop string, so tokens behind it count nowhere."""
-        ids, finish = arrival.output.new_token_ids, arrival.output.finish_reason
-        text, before = "", output.num_tokens
-        for position, token_id in enumerate(ids):
-            ends_output = finish == "stop" and position == len(ids) - 1
-            text += output.push(token_id, silent=ends_output)
-            if output.stopped:
-                break
-        if output.num_tokens > before:
-            self.metrics.on_tokens(output.num_tokens - before)
-            if timing.first is None:
-                timing.first = arrival.at
-                self.metrics.on_first_token(arrival.at - prompt.arrived)
-            else:
-                self.metrics.on_next_token(arrival.at - timing.last)
-            timing.last = arrival.at
-        return text
-
-    def _last_delta(self, index: int, text: str, output: OutputText, reason: str, error: str | None) -> Delta:
-        if reason == "abort":
-            raise unavailable("the engine was stopped before the answer was complete", "aborted")
-        if reason == "error":
-            raise internal(error or "the engine core failed")
-        text += output.flush()
-        return Delta(index, text, output.num_tokens, "stop" if output.stopped else reason)
 
 
 def draw_seed() -> int:

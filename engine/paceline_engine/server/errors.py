@@ -47,3 +47,8 @@ def unavailable(message: str, code: str, retry_after: int = RETRY_ELSEWHERE_SECO
 def internal(message: str) -> ApiError:
     """500: accepted and failed."""
     return ApiError(500, message, kind="server_error", code="engine_error")
+
+
+def deadline_exceeded(message: str) -> ApiError:
+    """504: the request's own deadline passed, or can't be met."""
+    return ApiError(504, message, kind="deadline_exceeded", code="deadline_exceeded")

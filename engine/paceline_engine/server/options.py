@@ -6,8 +6,10 @@ Light to import: the core process is started from here before FastAPI is even lo
 from __future__ import annotations
 
 import errno
+import json
 import socket
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ class ServeOptions:
     progress_timeout: float
     internal_token_file: Path | None
     chat_template: Path | None
+    trust_request_chat_template: bool
+    tool_call_parser: str
+    grammar_compile_timeout: float
     cache_dir: Path
     max_num_waiting: int
     core: dict[str, Any]
@@ -43,6 +48,13 @@ class ServeOptions:
             return EngineConfig(model_dir=str(model_dir), max_num_waiting=self.max_live + seqs, **self.core)
         except ValueError as error:
             raise BadInput(str(error)) from error
+
+    @property
+    def config_hash(self) -> str:
+        """Short digest of everything that was asked for but ports and files of secrets."""
+        hidden = {"port", "admin_port", "metrics_port", "internal_token_file", "host"}
+        asked = {name: str(getattr(self, name)) for name in self.__slots__ if name not in hidden}
+        return blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @property
     def max_live(self) -> int:

@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,7 @@ class _App:
         self._template = template
         self._begin = begin
         self._client: CoreClient | None = None
+        self._compiler: Any = None
         self._exit_code: asyncio.Future[int]
         self._drain_task: asyncio.Task[None] | None = None
         self._death_task: asyncio.Task[None] | None = None
@@ -119,6 +119,8 @@ class _App:
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+            if self._compiler is not None:
+                await self._compiler.close()
             if self._client is not None:
                 await self._client.stop()
             for server, _ in servers:
@@ -141,6 +143,7 @@ class _App:
             model_name=self._options.served_model_name,
             metrics=metrics,
             progress_timeout=self._options.progress_timeout,
+            config_hash=self._options.config_hash,
         )
         apps = (
             (build_http_app(engine, self._token), self._ports.http),
@@ -153,21 +156,25 @@ class _App:
 
     async def _load(self, engine: Any, core: CoreProcess | None) -> None:
         """Convert if need be, start the core if that is not done, load the tokenizer, wait for the core."""
-        from paceline_engine.chat_template import ChatTemplate
-        from paceline_engine.server.engine import Serving
+        from paceline_engine.server.loading import make_serving
         from paceline_engine.tokenizer import Tokenizer
 
         model = load_model_dir(await asyncio.to_thread(prepare_model, self._source, self._options.cache_dir))
         process = core if core is not None else start_core(self._options, model)
-        client = self._client = CoreClient(process, max_live=self._options.max_live, on_stats=engine.metrics.on_stats)
+        client = self._client = CoreClient(
+            process,
+            max_live=self._options.max_live,
+            on_stats=engine.metrics.on_stats,
+            on_kv_events=engine.events.add,
+        )
         client.dead.add_done_callback(lambda dead: self._on_core_death(engine, dead))
         tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer_file)
-        text = self._template if self._template is not None else model.chat_template
-        template = ChatTemplate(text, model.special_tokens, datetime.now) if text is not None else None
+        serving = make_serving(self._options, model, tokenizer, self._template, client)
+        self._compiler = serving.compiler
         ready = await client.ready
         seconds = time.monotonic() - self._begin
         engine.metrics.on_ready(ready, seconds)
-        engine.set_serving(Serving(model=model, tokenizer=tokenizer, template=template, core=client, ready=ready))
+        engine.set_serving(serving.with_core(ready))
         logger.info(
             "ready after %.1f s: %d blocks of %d tokens, at most %d tokens a request",
             seconds,

@@ -1,4 +1,4 @@
-"""From a validated request body to prompts: chat template, tokens, limits, normalised sampling.
+"""From a validated request body to prompts: chat template, tokens, limits, tools, constraint.
 
 The length of a text bounds its token count from below, so a text that can't fit is refused before it is tokenised.
 Large texts are tokenised in a thread; the library releases the GIL.
@@ -7,57 +7,219 @@ Large texts are tokenised in a thread; the library releases the GIL.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from paceline_engine.chat_template import TemplateRefused
+from paceline_engine.chat_template import ChatTemplate, TemplateRefused
 from paceline_engine.messages import SamplingParams
-from paceline_engine.server.engine import Engine, Prompt, Serving, draw_seed
+from paceline_engine.models.source import ModelError
+from paceline_engine.server.chat_schemas import ChatRequest, NamedTool, TemplateFields, Tool
+from paceline_engine.server.constraints import Compiled, compile_source, make_source
+from paceline_engine.server.engine import Engine, Serving
 from paceline_engine.server.errors import ApiError, invalid
-from paceline_engine.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from paceline_engine.server.generation import Prompt
+from paceline_engine.server.sampling import checked_ids, choices
+from paceline_engine.server.schemas import CompletionRequest, GenerationRequest
+from paceline_engine.structured import source as sources
+from paceline_engine.structured.source import GrammarSource
+from paceline_engine.tools.grammar import arguments_schema, forced_calls, free_calls
+from paceline_engine.tools.parsers import MARKERS
 
 # OpenAI's default for completions.
 DEFAULT_COMPLETION_TOKENS = 16
-# Below this temperature the softmax is one-hot within float32 and logits / T may overflow: greedy, exactly.
-MIN_TEMPERATURE = 1e-5
 # Tokenising this many characters takes about a millisecond.
 INLINE_CHARS = 8192
 
 
-async def chat_prompt(engine: Engine, request: ChatRequest, salt: str) -> Prompt:
-    """The one prompt of a chat request. Raises ApiError (400)."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the headers of a request say. deadline_ms: remaining when it arrived."""
+
+    salt: str = ""
+    priority: int | None = None
+    deadline_ms: int | None = None
+
+
+async def chat_prompts(engine: Engine, request: ChatRequest, caller: Caller) -> list[Prompt]:
+    """The choices of a chat request. Raises ApiError."""
     arrived, serving = engine.clock(), engine.serving
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise invalid("give max_completion_tokens or max_tokens, not both", "max_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs=true: leave it out or set that", "top_logprobs")
+    tools = offered_tools(serving, request)
+    asked = request.grammar_source() or _tool_source(serving, request, tools)
+    text = render(serving, request, tools)
+    ids = await encode(serving, text, "messages", add_special_tokens=request.add_special_tokens)
+    name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
+    wanted = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
+    if wanted == 0:
+        raise invalid("max_tokens must be at least 1", name)
+    limit = _limit(serving, ids, wanted or _room(serving, ids, "messages"), name)
+    prompt = _prompt(engine, request, caller, ids, arrived, await _compiled(serving, asked))
+    hidden = _hidden(serving, request, parses_tools=bool(tools))
+    return list(choices(serving, request, prompt, limit, hidden))
+
+
+async def completion_prompts(engine: Engine, request: CompletionRequest, caller: Caller) -> list[Prompt]:
+    """The choices of all prompts, those of one prompt together. Raises ApiError."""
+    arrived, serving = engine.clock(), engine.serving
+    only = request.max_tokens == 0
+    if only and not request.echo:
+        raise invalid("max_tokens must be at least 1, or 0 with echo", "max_tokens")
+    compiled = await _compiled(serving, request.grammar_source())
+    made: list[Prompt] = []
+    for number, given in enumerate(request.prompts):
+        if isinstance(given, str):
+            ids = await encode(serving, given, "prompt", add_special_tokens=request.add_special_tokens)
+        else:
+            ids = checked_ids(serving, given, "prompt")
+        room = _room(serving, ids, "prompt")
+        wanted = 1 if only else request.max_tokens or min(DEFAULT_COMPLETION_TOKENS, room)
+        limit = _limit(serving, ids, wanted, "max_tokens")
+        echo = None
+        if request.echo:
+            echo = given if isinstance(given, str) else serving.tokenizer.decode(ids, skip_special_tokens=False)
+        prompt = _prompt(engine, request, caller, ids, arrived, compiled, number=number, echo=echo, prompt_only=only)
+        made += choices(serving, request, prompt, limit, _hidden(serving, request, parses_tools=False))
+    return made
+
+
+def render(serving: Serving, request: TemplateFields, tools: Sequence[Tool] = ()) -> str:
+    """The prompt's text by the chat template. Raises ApiError (400)."""
+    template = _template(serving, request)
+    if (
+        request.continue_final_message
+        and request.add_generation_prompt
+        and "add_generation_prompt" in request.model_fields_set
+    ):
+        raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+    messages = [message.for_template(f"messages[{index}]") for index, message in enumerate(request.messages)]
+    try:
+        return template.render(
+            messages,
+            tools=[tool.model_dump(exclude_none=True) for tool in tools],
+            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            continue_final_message=request.continue_final_message,
+            **_checked_kwargs(request.chat_template_kwargs),
+        )
+    except TemplateRefused as error:
+        raise invalid(str(error), "messages") from error
+
+
+def _template(serving: Serving, request: TemplateFields) -> ChatTemplate:
+    if request.chat_template is not None:
+        if serving.make_template is None:
+            message = "this engine takes no chat_template of a request: start it with --trust-request-chat-template"
+            raise invalid(message, "chat_template", "unsupported_parameter")
+        try:
+            return serving.make_template(request.chat_template)
+        except ModelError as error:
+            raise invalid(str(error), "chat_template", "invalid_value") from error
     if serving.template is None:
         raise invalid(
             "this model has no chat template: use /v1/completions, or start the engine with --chat-template", "messages"
         )
-    try:
-        text = serving.template.render([message.for_template() for message in request.messages])
-    except TemplateRefused as error:
-        raise invalid(str(error), "messages") from error
-    ids = await _encode(serving, text, "messages", add_special_tokens=False)
-    room = _room(serving, ids, "messages")
-    name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
-    wanted = request.max_tokens or request.max_completion_tokens
-    return _prompt(serving, request, ids, _limit(serving, ids, wanted or room, name), salt, arrived)
+    return serving.template
 
 
-async def completion_prompts(engine: Engine, request: CompletionRequest, salt: str) -> list[Prompt]:
-    """One prompt per choice. Raises ApiError (400)."""
-    arrived, serving = engine.clock(), engine.serving
-    prompts: list[Prompt] = []
-    for prompt in request.prompts:
-        if isinstance(prompt, str):
-            ids = await _encode(serving, prompt, "prompt", add_special_tokens=True)
-        else:
-            ids = _checked_ids(serving, prompt, "prompt")
-        wanted = request.max_tokens or min(DEFAULT_COMPLETION_TOKENS, _room(serving, ids, "prompt"))
-        limit = _limit(serving, ids, wanted, "max_tokens")
-        prompts.append(_prompt(serving, request, ids, limit, salt, arrived))
-    return prompts
+def _checked_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    own = given.keys() & {"messages", "tools", "add_generation_prompt", "continue_final_message", "documents"}
+    if own:
+        name = min(own)
+        raise invalid(f"chat_template_kwargs.{name}: give {name} as a parameter of its own", "chat_template_kwargs")
+    return given
 
 
-async def _encode(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+def offered_tools(serving: Serving, request: ChatRequest) -> list[Tool]:
+    """The tools that the model is shown. Raises ApiError (400)."""
+    choice = request.tool_choice
+    if not request.tools:
+        if isinstance(choice, NamedTool) or choice == "required":
+            raise invalid("tool_choice needs tools: give them", "tool_choice")
+        return []
+    names = [tool.function.name for tool in request.tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools: two functions have the same name", "tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise invalid(f"tool_choice: there is no tool {choice.function.name!r} in tools", "tool_choice")
+    if choice == "none":
+        return []
+    if serving.tool_format is None:
+        raise invalid(
+            "this model's chat template teaches no tools: use another model, or start the engine with --chat-template "
+            "and --tool-call-parser",
+            "tools",
+            "unsupported_parameter",
+        )
+    return request.tools
+
+
+def _tool_source(serving: Serving, request: ChatRequest, tools: Sequence[Tool]) -> tuple[str, GrammarSource] | None:
+    """What tool_choice and strict tools make of the output; None leaves it free. Raises ApiError (400)."""
+    choice, form = request.tool_choice, serving.tool_format
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    forced = named is not None or choice == "required"
+    if form is None or not (forced or any(tool.function.strict for tool in tools)):
+        return None
+
+    def make() -> GrammarSource:
+        wanted = [
+            (tool.function.name, arguments_schema(tool.function.parameters, strict=bool(tool.function.strict)))
+            for tool in tools
+            if named in (None, tool.function.name)
+        ]
+        several = request.parallel_tool_calls and named is None
+        return sources.structural_tag(
+            forced_calls(form, wanted, several=several) if forced else free_calls(form, wanted)
+        )
+
+    return "tools", make_source("tools", make)
+
+
+async def _compiled(serving: Serving, asked: tuple[str, GrammarSource] | None) -> Compiled | None:
+    return None if asked is None else await compile_source(serving.compiler, *asked)
+
+
+def _hidden(serving: Serving, request: GenerationRequest, *, parses_tools: bool) -> frozenset[int] | None:
+    """Ids without text: special tokens, but those that a tool parser must see."""
+    if not request.skip_special_tokens:
+        return frozenset()
+    if not parses_tools or serving.tool_format is None:
+        return None
+    return serving.tokenizer.special_ids - serving.tokenizer.ids_of(MARKERS[serving.tool_format])
+
+
+def _prompt(
+    engine: Engine,
+    request: GenerationRequest,
+    caller: Caller,
+    ids: list[int],
+    arrived: float,
+    compiled: Compiled | None,
+    **more: Any,
+) -> Prompt:
+    """What the choices of one prompt share; the router's headers win over the body."""
+    limits = [ms for ms in (request.deadline_ms, caller.deadline_ms) if ms is not None]
+    ttft = request.ttft_deadline_ms
+    return Prompt(
+        token_ids=ids,
+        sampling=SamplingParams(max_tokens=1),
+        arrived=arrived,
+        stops=request.stops,
+        keep_stop=request.include_stop_str_in_output,
+        salt=caller.salt or request.cache_salt,
+        priority=request.priority if caller.priority is None else caller.priority,
+        ttft_at=None if ttft is None else arrived + ttft / 1000,
+        e2e_at=arrived + min(limits) / 1000 if limits else None,
+        constraint=compiled,
+        **more,
+    )
+
+
+async def encode(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text that may fit into the model's context. Raises ApiError (400)."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
@@ -67,15 +229,6 @@ async def _encode(serving: Serving, text: str, param: str, *, add_special_tokens
     if len(text) <= INLINE_CHARS:
         return serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(serving.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-
-
-def _checked_ids(serving: Serving, ids: list[int], param: str) -> list[int]:
-    """Ids the model has an embedding for."""
-    size = serving.model.config.vocab_size
-    wrong = next((token_id for token_id in ids if not 0 <= token_id < size), None)
-    if wrong is not None:
-        raise invalid(f"{param}: token id {wrong} is outside the vocabulary of {size}", param)
-    return ids
 
 
 def _room(serving: Serving, ids: list[int], param: str) -> int:
@@ -97,19 +250,3 @@ def _limit(serving: Serving, ids: list[int], wanted: int, param: str) -> int:
 def _too_long(serving: Serving, what: str, param: str) -> ApiError:
     length = serving.ready.max_model_len
     return invalid(f"this model's context is {length} tokens: {what}: shorten it", param, "context_length_exceeded")
-
-
-def _prompt(
-    serving: Serving, request: GenerationRequest, ids: list[int], limit: int, salt: str, arrived: float
-) -> Prompt:
-    greedy = request.temperature < MIN_TEMPERATURE
-    sampling = SamplingParams(
-        max_tokens=limit,
-        temperature=0.0 if greedy else request.temperature,
-        top_p=1.0 if greedy else request.top_p,
-        top_k=0 if greedy else max(request.top_k, 0),
-        seed=request.seed if request.seed is not None else draw_seed(),
-        stop_token_ids=tuple(_checked_ids(serving, list(request.stop_token_ids), "stop_token_ids")),
-        ignore_eos=request.ignore_eos,
-    )
-    return Prompt(token_ids=ids, sampling=sampling, stops=request.stops, salt=salt, arrived=arrived)

@@ -1,4 +1,4 @@
-"""The public HTTP app: /v1/chat/completions, /v1/completions, /v1/models, /health/{live,ready}."""
+"""The public HTTP app: chat and text completions, models, health; /tokenize and the like are in text_routes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from paceline_api.wire import HEADER_SALT
-from paceline_engine.server.answers import DONE, Answer, error_event, event
-from paceline_engine.server.engine import Delta, Engine, Prompt
+from paceline_api.wire import HEADER_DEADLINE_MS, HEADER_PRIORITY, HEADER_SALT
+from paceline_engine.server.answers import DONE, Answer, Choice, error_event, event
+from paceline_engine.server.chat_schemas import ChatRequest
+from paceline_engine.server.engine import Engine
 from paceline_engine.server.errors import ApiError, internal, invalid
-from paceline_engine.server.prompts import chat_prompt, completion_prompts
-from paceline_engine.server.schemas import ChatRequest, CompletionRequest, GenerationRequest, parse
+from paceline_engine.server.generation import Delta, Prompt, generate
+from paceline_engine.server.logprobs import CompletionLogprobs
+from paceline_engine.server.parsing import parsed
+from paceline_engine.server.prompts import Caller, chat_prompts, completion_prompts, offered_tools
+from paceline_engine.server.schemas import MAX_SALT_CHARS, CompletionRequest, GenerationRequest
+from paceline_engine.server.text_routes import add_text_routes
 from paceline_engine.server.transport import (
     ClientGone,
     EventStream,
     InternalToken,
     RequestIds,
     error_response,
-    read_body,
     unless_disconnected,
 )
+from paceline_engine.tools.parsers import PARSERS
 
-MAX_SALT_CHARS = 256
-# Deltas of a multi-prompt request that wait for a slow client.
+# Deltas of a request with several choices that wait for a slow client.
 MERGE_QUEUE = 64
 # nginx's code for a client that closed the request; nobody sees it but the access log.
 CLIENT_CLOSED_REQUEST = 499
 
-R = TypeVar("R", bound=GenerationRequest)
 logger = logging.getLogger(__name__)
 
 
@@ -45,18 +47,19 @@ def build_http_app(engine: Engine, token: str | None) -> FastAPI:
     app.add_middleware(InternalToken, token=token)
     app.add_middleware(RequestIds)
     add_error_handlers(app)
+    add_text_routes(app, engine)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await _parsed(engine, request, ChatRequest)
-        prompt = await chat_prompt(engine, body, _salt(request))
-        return await _answer(engine, request, body, [prompt], chat=True)
+        body = await parsed(engine, request, ChatRequest)
+        prompts = await _checked(engine, request, chat_prompts(engine, body, _caller(request)))
+        return await _answer(engine, request, body, prompts)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _parsed(engine, request, CompletionRequest)
-        prompts = await completion_prompts(engine, body, _salt(request))
-        return await _answer(engine, request, body, prompts, chat=False)
+        body = await parsed(engine, request, CompletionRequest)
+        prompts = await _checked(engine, request, completion_prompts(engine, body, _caller(request)))
+        return await _answer(engine, request, body, prompts)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -109,38 +112,64 @@ def _health(engine: Engine, problem: str | None) -> Response:
     return JSONResponse(body if problem is None else body | {"reason": problem}, 200 if problem is None else 503)
 
 
-def _salt(request: Request) -> str:
+def _caller(request: Request) -> Caller:
     salt = request.headers.get(HEADER_SALT, "")
     if len(salt) > MAX_SALT_CHARS:
         raise invalid(f"header {HEADER_SALT} is longer than {MAX_SALT_CHARS} characters", HEADER_SALT)
-    return salt
+    return Caller(salt, _integer(request, HEADER_PRIORITY, 2**31), _integer(request, HEADER_DEADLINE_MS, 2**53))
 
 
-async def _parsed(engine: Engine, request: Request, kind: type[R]) -> R:
-    engine.refuse_unless_ready()
+def _integer(request: Request, name: str, bound: int) -> int | None:
+    """A header with a whole number in (-bound, bound), or None without it."""
+    text = request.headers.get(name)
+    if text is None:
+        return None
     try:
-        body = parse(kind, await read_body(request))
-        if body.model != engine.model_name:
-            message = f"model {body.model!r} is not served here: use {engine.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-    except ApiError:
-        engine.metrics.on_rejected("invalid")
+        value = int(text) if len(text) < 20 else bound
+    except ValueError:
+        value = bound
+    if not -bound < value < bound:
+        raise invalid(f"header {name}: {text[:40]!r} is not a whole number", name)
+    return value
+
+
+async def _checked(engine: Engine, request: Request, work: object) -> list[Prompt]:
+    """The prompts; a refusal is counted, and a client that goes away ends the wait."""
+    try:
+        return await unless_disconnected(request, work)  # type: ignore[arg-type]
+    except ApiError as error:
+        if error.status == 400:
+            engine.metrics.on_rejected("invalid")
         raise
-    return body
 
 
-async def _answer(
-    engine: Engine, request: Request, body: GenerationRequest, prompts: list[Prompt], *, chat: bool
-) -> Response:
-    prefix = "chatcmpl" if chat else "cmpl"
-    answer = Answer(f"{prefix}-{uuid.uuid4().hex}", engine.model_name, engine.created_now(), chat)
+async def _answer(engine: Engine, request: Request, body: GenerationRequest, prompts: list[Prompt]) -> Response:
+    answer = _new_answer(engine, body, prompts)
     if not body.stream:
         return await unless_disconnected(request, _whole(engine, answer, prompts))
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    events = _events(engine, answer, prompts, include_usage=include_usage)
+    events = _events(engine, answer, prompts, body)
     # The status line waits for the first event: what fails before it is an HTTP error, not an event.
     first = await unless_disconnected(request, anext(events))  # type: ignore[arg-type]
     return EventStream(_with_first(first, events))
+
+
+def _new_answer(engine: Engine, body: GenerationRequest, prompts: list[Prompt]) -> Answer:
+    tokenizer, form = engine.serving.tokenizer, engine.serving.tool_format
+    chat = isinstance(body, ChatRequest)
+    names: list[str] = []
+    if isinstance(body, ChatRequest):
+        names = [tool.function.name for tool in offered_tools(engine.serving, body)]
+    choices = [
+        Choice(
+            prompt=prompt,
+            parser=PARSERS[form](names) if names and form is not None else None,
+            completion_logprobs=CompletionLogprobs(tokenizer),
+            one_call=isinstance(body, ChatRequest) and not body.parallel_tool_calls,
+        )
+        for prompt in prompts
+    ]
+    prefix = "chatcmpl" if chat else "cmpl"
+    return Answer(f"{prefix}-{uuid.uuid4().hex}", engine.model_name, engine.created_now(), chat, tokenizer, choices)
 
 
 async def _with_first(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -151,45 +180,52 @@ async def _with_first(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncG
 
 
 async def _whole(engine: Engine, answer: Answer, prompts: list[Prompt]) -> Response:
-    texts, ends = [""] * len(prompts), [Delta(index, "", 0) for index in range(len(prompts))]
     with engine.admitted(len(prompts)):
         async with aclosing(_merged(engine, prompts)) as deltas:
             async for delta in deltas:
-                texts[delta.index] += delta.text
-                ends[delta.index] = delta
-        return JSONResponse(answer.whole(texts, ends, sum(len(prompt.token_ids) for prompt in prompts)))
+                answer.choices[delta.index].take(delta)
+        return JSONResponse(answer.whole())
 
 
 async def _events(
-    engine: Engine, answer: Answer, prompts: list[Prompt], *, include_usage: bool
+    engine: Engine, answer: Answer, prompts: list[Prompt], body: GenerationRequest
 ) -> AsyncGenerator[bytes, None]:
     """The stream's events; an error after the first is an event too."""
-    num_tokens: dict[int, int] = {}
+    options = body.stream_options
+    usage_of = None
+    if options is not None and options.continuous_usage_stats:
+        usage_of = answer.usage_now
+    elif options is not None and options.include_usage:
+        usage_of = _no_usage_yet
+    begun = False
     with engine.admitted(len(prompts)):
         try:
             async with aclosing(_merged(engine, prompts)) as deltas:
                 async for delta in deltas:
-                    first = delta.index not in num_tokens
-                    num_tokens[delta.index] = delta.num_tokens
-                    yield event(answer.chunk(delta, first=first, with_usage=include_usage))
+                    for chunk in answer.chunks(delta, usage_of):
+                        begun = True
+                        yield event(chunk)
         except ApiError as error:
-            if not num_tokens:
+            if not begun:
                 raise
             yield error_event(error)
         else:
-            if include_usage:
-                num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
-                yield event(answer.usage_chunk(num_prompt, sum(num_tokens.values())))
+            if options is not None and options.include_usage:
+                yield event(answer.usage_chunk(answer.usage_now()))
         yield DONE
 
 
+def _no_usage_yet() -> None:
+    """As OpenAI does: every chunk says that usage comes later."""
+
+
 async def _merged(engine: Engine, prompts: list[Prompt]) -> AsyncGenerator[Delta, None]:
-    """Deltas of all prompts as they come. The first error ends all of them."""
+    """Deltas of all choices as they come. The first error ends all of them."""
     queue: asyncio.Queue[Delta | ApiError] = asyncio.Queue(MERGE_QUEUE)
 
     async def pump(index: int, prompt: Prompt) -> None:
         try:
-            async with aclosing(engine.generate(index, prompt)) as deltas:
+            async with aclosing(generate(engine, index, prompt)) as deltas:
                 async for delta in deltas:
                     await queue.put(delta)
         except ApiError as error:
@@ -199,7 +235,7 @@ async def _merged(engine: Engine, prompts: list[Prompt]) -> AsyncGenerator[Delta
             await queue.put(internal(f"unexpected {type(error).__name__}: see the engine's log"))
 
     if len(prompts) == 1:
-        async with aclosing(engine.generate(0, prompts[0])) as deltas:
+        async with aclosing(generate(engine, 0, prompts[0])) as deltas:
             async for delta in deltas:
                 yield delta
         return

@@ -1,68 +1,79 @@
 """Request bodies: what is accepted, with bounds; what is known but not built is refused by name, as is the unknown.
 
-A parameter that is not built may still be sent with the value that asks for nothing (n=1, logprobs=false), as some
+A parameter that is not built may still be sent with the value that asks for nothing (best_of=1, store=false), as some
 clients always do. Nothing is ignored silently but `user`, which OpenAI defines as having no effect on the answer.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paceline_engine.server.constraints import GuidedFields
 from paceline_engine.server.errors import invalid
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 64
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_BIASED = 1024
+MAX_BAD_WORDS = 128
+MAX_SALT_CHARS = 256
 # The core reads integers of 64 bits: whatever is larger is refused here, by name.
 INT64 = 2**63
 
 Count = Annotated[int, Field(ge=1, lt=INT64)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
+    """No unknown fields, no conversion between types."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """Plain text; `developer` is OpenAI's newer name for `system`."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({} if self.name is None else {"name": self.name})
-
-
-class GenerationRequest(_Strict):
-    """What chat and completions share."""
+class GenerationRequest(GuidedFields):
+    """What chat and completions share. priority: lower runs first; *_deadline_ms: milliseconds from arrival."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    min_tokens: int = Field(default=0, ge=0, lt=INT64)
+    n: int = Field(default=1, ge=1, le=MAX_N)
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1, lt=INT64)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_BIASED)
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: list[Stop] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOPS)
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Alternatives | None = None
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
+    deadline_ms: Count | None = None
+    ttft_deadline_ms: Count | None = None
     user: str | None = None
 
     @property
@@ -70,10 +81,10 @@ class GenerationRequest(_Strict):
         """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-
-class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Count | None = None
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report beside each output token; None reports nothing."""
+        raise NotImplementedError
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -81,61 +92,50 @@ Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 class CompletionRequest(GenerationRequest):
     prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    echo: bool = False
+    logprobs: Alternatives | None = None
+    add_special_tokens: bool = True
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per choice."""
+        """One entry per prompt."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As given."""
+        return self.logprobs
 
 
 # Known parameters that are not built, each with the values that ask for nothing.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "detokenize": (True,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": (),
     "logprobs": (False,),
     "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_cache_key": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -152,7 +152,7 @@ _OUT_OF_BOUNDS = frozenset(
     | {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 )
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:
@@ -165,19 +165,40 @@ def parse(kind: type[R], body: bytes) -> R:
         raise invalid("the body must be a JSON object", code="invalid_json")
     fields = {name: value for name, value in raw.items() if value is not None}
     _refuse_unbuilt(kind, fields)
-    _tidy_messages(fields.get("messages"))
+    _drop_nulls(fields.get("messages"))
+    known = {name: value for name, value in fields.items() if name in _names(kind) or name not in _NOT_BUILT}
     try:
-        request = kind.model_validate({name: v for name, v in fields.items() if name not in _NOT_BUILT})
+        request = kind.model_validate(known)
     except ValidationError as error:
         raise _first_problem(error) from error
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options needs stream=true: leave it out or stream", "stream_options")
+    if isinstance(request, GenerationRequest):
+        _check_together(request)
     return request
 
 
-def _refuse_unbuilt(kind: type[GenerationRequest], fields: dict[str, Any]) -> None:
+def _names(kind: type[BaseModel]) -> set[str]:
+    """The body's names of a model's fields."""
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+def _check_together(request: GenerationRequest) -> None:
+    """What no field can see alone."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream=true: leave it out or stream", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs can't be streamed: leave it out or set stream=false", "prompt_logprobs")
+    wrong = next((key for key in request.logit_bias if not (key.isascii() and key.isdigit())), None)
+    if wrong is not None:
+        raise invalid(f"logit_bias: {wrong!r} is not a token id", "logit_bias")
+    if request.constrained_by is not None:
+        for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
+            if getattr(request, name):
+                raise invalid(f"{name} can't be kept under {request.constrained_by}: leave one out", name)
+
+
+def _refuse_unbuilt(kind: type[BaseModel], fields: dict[str, Any]) -> None:
     for name, value in fields.items():
-        if name in kind.model_fields:
+        if name in _names(kind):
             continue
         if name not in _NOT_BUILT:
             raise invalid(f"unknown parameter {name!r}: leave it out", name, "unknown_parameter")
@@ -187,18 +208,11 @@ def _refuse_unbuilt(kind: type[GenerationRequest], fields: dict[str, Any]) -> No
             )
 
 
-def _tidy_messages(messages: Any) -> None:
-    """Drop the nulls of an assistant's message that a client echoes back; refuse what belongs to tool calls."""
-    if not isinstance(messages, list):
-        return
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        for name in [name for name, value in message.items() if value is None]:
+def _drop_nulls(messages: Any) -> None:
+    """Drop the nulls of an assistant's message that a client echoes back."""
+    for message in messages if isinstance(messages, list) else ():
+        for name in [name for name, value in message.items() if value is None] if isinstance(message, dict) else ():
             del message[name]
-        if "tool_calls" in message or message.get("role") in ("tool", "function"):
-            where = f"messages[{index}]"
-            raise invalid(f"{where}: tool calls are not supported yet", where, "unsupported_parameter")
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -37,7 +37,10 @@ def error_response(error: ApiError) -> Response:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError (413) beyond BODY_BYTES_MAX, without keeping more than that."""
+    """The whole body, also when it was read before. Raises ApiError (413) beyond BODY_BYTES_MAX, keeping no more."""
+    kept: bytes | None = getattr(request.state, "body", None)
+    if kept is not None:
+        return kept
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -51,7 +54,8 @@ async def read_body(request: Request) -> bytes:
     if size > BODY_BYTES_MAX:
         limit = BODY_BYTES_MAX // 2**20
         raise ApiError(413, f"the body is larger than {limit} MiB: send less", code="body_too_large")
-    return b"".join(chunks)
+    request.state.body = b"".join(chunks)
+    return request.state.body
 
 
 async def disconnected(receive: Receive) -> None:
@@ -76,10 +80,9 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 class EventStream(Response):
     """Server-sent events that end their source when the client goes, whatever the source is waiting for."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str = "text/event-stream") -> None:
         self._events = events
+        self.media_type = media_type
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -134,7 +137,7 @@ class RequestIds:
 
 
 class InternalToken:
-    """ASGI middleware: /v1/* and /admin/* need the bearer token, compared in constant time. No token: open."""
+    """ASGI middleware: all but /health/* needs the bearer token, compared in constant time. No token: open."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -142,7 +145,7 @@ class InternalToken:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        guarded = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/admin/"))
+        guarded = scope["type"] == "http" and not scope["path"].startswith("/health/")
         if guarded and self._expected is not None:
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._expected):

@@ -73,7 +73,7 @@ def test_a_damaged_model_file_is_one_line_and_exit_code_2(tmp_path: Path) -> Non
 def test_help_gives_units_defaults_and_examples() -> None:
     output = " ".join(CliRunner().invoke(app, ["serve", "--help"]).output.split())
     for text in (
-        "--kv-cache-memory SIZE",
+        "--kv-cache-memory-bytes SIZE",
         "[default: 256Mi]",
         "[default: 120s]",
         "Examples:",

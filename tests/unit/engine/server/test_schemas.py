@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline_engine.server.chat_schemas import ChatRequest
 from paceline_engine.server.errors import ApiError
-from paceline_engine.server.schemas import ChatRequest, CompletionRequest, parse
+from paceline_engine.server.schemas import CompletionRequest, parse
 
 USER = {"role": "user", "content": "hi"}
 
@@ -33,12 +34,10 @@ def refusal(**fields: Any) -> ApiError:
 
 
 NOT_BUILT: dict[str, Any] = {
-    "n": 2, "logprobs": True, "top_logprobs": 3, "logit_bias": {"5": 1}, "presence_penalty": 0.5,
-    "frequency_penalty": -1, "repetition_penalty": 1.1, "min_p": 0.1, "tools": [{"type": "function"}],
-    "tool_choice": "required", "response_format": {"type": "json_object"}, "echo": True, "best_of": 2, "suffix": "x",
-    "guided_json": {}, "prompt_logprobs": 0, "min_tokens": 1, "bad_words": ["a"], "functions": [{}], "audio": {},
-    "include_stop_str_in_output": True, "skip_special_tokens": False, "continue_final_message": True, "store": True,
-    "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "priority": 1, "modalities": ["audio"],
+    "echo": True, "best_of": 2, "suffix": "x", "functions": [{}], "audio": {}, "store": True, "reasoning_effort": "low",
+    "modalities": ["audio"], "truncate_prompt_tokens": 5, "use_beam_search": True, "length_penalty": 1.5,
+    "logits_processors": ["x"], "detokenize": False, "spaces_between_special_tokens": False, "documents": [{}],
+    "prediction": {}, "web_search_options": {}, "function_call": "auto",
 }  # fmt: skip
 
 
@@ -51,7 +50,7 @@ def test_a_parameter_that_is_not_built_is_refused_by_name(name: str) -> None:
 
 
 ASKS_FOR_NOTHING: dict[str, Any] = {
-    "n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+    "n": 1, "best_of": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
     "logit_bias": {}, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False,
     "parallel_tool_calls": True, "skip_special_tokens": True, "service_tier": "auto", "user": "u-1", "seed": None,
     "stop": None, "tools_": None, "temperature": None, "max_tokens": None, "logprobs_": None,
@@ -76,7 +75,7 @@ def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"seed": 2**63}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
@@ -100,8 +99,34 @@ def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
         ({"messages": [5]}, "messages[0]"),
         ({"messages": [USER | {"role": ["tool"]}]}, "messages[0].role"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"priority": 2**31}, "priority"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"guided_json": {}, "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a", "min_tokens": 1}, "min_tokens"),
+        ({"guided_regex": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"messages": [USER | {"extra": 1}]}, "messages[0].extra"),
         ({"model": 5}, "model"),
         ({"ignore_eos": 1}, "ignore_eos"),
@@ -159,7 +184,7 @@ def test_no_body_breaks_the_parser(body: bytes) -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from([*CompletionRequest.model_fields, "n", "logprobs", "zzz"]),
+        st.sampled_from([*CompletionRequest.model_fields, "best_of", "tools", "zzz"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -182,13 +207,16 @@ def test_any_object_is_a_request_or_a_400(fields: dict[str, Any]) -> None:
 
 def test_null_content_fields_of_an_echoed_assistant_message_are_dropped() -> None:
     echoed = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None, "audio": None}
-    assert chat(messages=[USER, echoed, USER]).messages[1].for_template() == {"role": "assistant", "content": "hello"}
+    assert chat(messages=[USER, echoed, USER]).messages[1].for_template("messages[1]") == {
+        "role": "assistant",
+        "content": "hello",
+    }
 
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = chat(messages=[{"role": "developer", "content": parts, "name": "n"}]).messages[0]
-    assert message.for_template() == {"role": "system", "content": "ab", "name": "n"}
+    assert message.for_template("messages[0]") == {"role": "system", "content": "ab", "name": "n"}
 
 
 @pytest.mark.parametrize(
