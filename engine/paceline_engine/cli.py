@@ -79,6 +79,15 @@ def serve(
     max_num_batched_tokens: opt.MaxNumBatchedTokens = _CORE.max_num_batched_tokens,
     prefill_chunk_tokens: opt.PrefillChunkTokens = _CORE.prefill_chunk_tokens,
     block_size: opt.BlockSize = _CORE.block_size,
+    batching: opt.Batching = _CORE.batching,
+    batch_wait_ms: opt.BatchWaitMs = _CORE.batch_wait_ms,
+    scheduling_policy: opt.SchedulingPolicy = _CORE.scheduling_policy,
+    max_preemptions: opt.MaxPreemptions = _CORE.max_preemptions,
+    enable_prefix_caching: opt.EnablePrefixCaching = _CORE.enable_prefix_caching,
+    prefix_index: opt.PrefixIndex = _CORE.prefix_index,
+    speculative_method: opt.SpeculativeMethod = _CORE.speculative_method,
+    speculative_num_tokens: opt.SpeculativeNumTokens = "auto",
+    speculative_traffic_class: opt.SpeculativeTrafficClass = None,
     kv_cache_memory: opt.KVCacheMemory = _MEMORY,
     kv_store_memory: opt.KVStoreMemory = _MEMORY,
     drain_timeout: opt.DrainTimeout = _DRAIN,
@@ -111,6 +120,10 @@ def _serve_options(given: dict[str, Any]) -> Any:
 
     mine = {name: value for name, value in given.items() if name in ServeOptions.__slots__}
     core = {name: value for name, value in given.items() if name in EngineConfig.__struct_fields__ and name not in mine}
+    core |= {
+        "speculative_num_tokens": opt.num_guesses(given["speculative_num_tokens"]),
+        "speculative_traffic_classes": opt.traffic_classes(given["speculative_traffic_class"]),
+    }
     core |= {"kv_cache_bytes": given["kv_cache_memory"], "kv_store_bytes": given["kv_store_memory"]}
     mine["served_model_name"] = given["served_model_name"] or Path(given["model"]).stem
     mine["cache_dir"] = given["cache_dir"] or default_cache_dir()

@@ -9,7 +9,15 @@ from typing import Annotated, TypeVar
 import typer
 
 from paceline_api.quantity import parse_bytes, parse_duration_s
-from paceline_engine.config import DEVICES, DTYPES
+from paceline_engine.config import (
+    BATCHING,
+    DEVICES,
+    DTYPES,
+    MAX_GUESSES,
+    PREFIX_INDEXES,
+    SCHEDULING_POLICIES,
+    SPECULATIVE_METHODS,
+)
 
 T = TypeVar("T")
 
@@ -33,6 +41,28 @@ def _choice(*allowed: str) -> Callable[[str], str]:
         return text
 
     return _parsed(check)
+
+
+def _num_guesses(text: str) -> str:
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_GUESSES):
+        raise ValueError(f"{text!r} is neither auto nor a number from 1 to {MAX_GUESSES}")
+    return text
+
+
+def num_guesses(text: str) -> int | None:
+    """What --speculative-num-tokens means to the core: None adapts."""
+    return None if text == "auto" else int(text)
+
+
+def traffic_classes(texts: list[str] | None) -> tuple[tuple[str, bool], ...]:
+    """CLASS=on|off, parsed. Raises typer.BadParameter that names the option."""
+    classes: list[tuple[str, bool]] = []
+    for text in texts or ():
+        name, _, switch = text.rpartition("=")
+        if switch not in ("on", "off"):
+            raise typer.BadParameter(f"--speculative-traffic-class {text!r} isn't CLASS=on or CLASS=off")
+        classes.append((name, switch == "on"))
+    return tuple(classes)
 
 
 _SIZE, _DURATION = _parsed(parse_bytes), _parsed(parse_duration_s)
@@ -102,6 +132,44 @@ ProgressTimeout = Annotated[
 ]
 Timeout = Annotated[
     float, typer.Option(parser=_DURATION, metavar="DURATION", help="How long running requests may take.")
+]
+Batching = Annotated[
+    str, typer.Option(parser=_choice(*BATCHING), metavar="|".join(BATCHING), help="When a place is refilled.")
+]
+BatchWaitMs = Annotated[float, typer.Option(min=0, help="Dynamic batching: milliseconds a batch may take to fill.")]
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        parser=_choice(*SCHEDULING_POLICIES),
+        metavar="|".join(SCHEDULING_POLICIES),
+        help="Order of requests: by (priority, arrival), lower first, or by arrival alone.",
+    ),
+]
+MaxPreemptions = Annotated[
+    int, typer.Option(min=0, help="How often one request may lose its blocks; 0 reserves each one's longest length.")
+]
+EnablePrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching", help="Share KV of equal prefixes between requests."
+    ),
+]
+PrefixIndex = Annotated[
+    str,
+    typer.Option(parser=_choice(*PREFIX_INDEXES), metavar="|".join(PREFIX_INDEXES), help="How prefixes are looked up."),
+]
+SpeculativeMethod = Annotated[
+    str,
+    typer.Option(
+        parser=_choice(*SPECULATIVE_METHODS), metavar="|".join(SPECULATIVE_METHODS), help="Who guesses tokens ahead."
+    ),
+]
+SpeculativeNumTokens = Annotated[
+    str, typer.Option(parser=_parsed(_num_guesses), metavar="auto|N", help="Guesses a step; auto adapts.")
+]
+SpeculativeTrafficClass = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CLASS=on|off", help="Whether to guess for a traffic class. May be repeated."),
 ]
 Seed = Annotated[int, typer.Option(help="Of the simulated device's tokens.")]
 SimulatedAlpha = Annotated[float, typer.Option(min=0, help="Simulated device: milliseconds of an empty step.")]

@@ -12,8 +12,20 @@ import msgspec
 DEVICES = ("auto", "cpu", "simulated")
 DTYPES = ("float32", "bfloat16")
 PREFIX_INDEXES = ("hash", "radix")
+BATCHING = ("static", "dynamic", "continuous")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+SPECULATIVE_METHODS = ("none", "ngram", "draft", "selfDraft")
+MAX_GUESSES = 32
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 MIB = 1024 * 1024
+_CHOICES = {
+    "device": DEVICES,
+    "dtype": DTYPES,
+    "prefix_index": PREFIX_INDEXES,
+    "batching": BATCHING,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "speculative_method": SPECULATIVE_METHODS,
+}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +36,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokens of a step. prefill_chunk_tokens: one request's share of a step. block_size: tokens of a KV block.
     kv_cache_bytes: the block pool. kv_store_bytes: memory for preempted sequences' KV; 0 recomputes it, as the
     simulated device, which holds no KV, always does. max_num_waiting: queued requests. enable_prefix_caching: share KV
-    of equal prefixes; prefix_index: how it is looked up. seed: of the simulated device's tokens, whose step takes
-    simulated_alpha_ms + simulated_beta_ms * tokens.
+    of equal prefixes; prefix_index: how it is looked up. batching: when a place is refilled; batch_wait_ms: how long a
+    dynamic batch may take to fill. scheduling_policy: what requests are ordered by. max_preemptions: how often one may
+    lose its blocks; 0 reserves the longest length of each. speculative_method: who guesses tokens ahead;
+    speculative_num_tokens: guesses a step, None adapts; speculative_traffic_classes: (class, on) where it isn't on.
+    seed: of the simulated device's tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
     """
 
     model_dir: str
@@ -41,6 +56,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
     prefix_index: Literal["hash", "radix"] = "hash"
+    batching: Literal["static", "dynamic", "continuous"] = "continuous"
+    batch_wait_ms: float = 20.0
+    scheduling_policy: Literal["fcfs", "priority"] = "priority"
+    max_preemptions: int = 3
+    speculative_method: Literal["none", "ngram", "draft", "selfDraft"] = "none"
+    speculative_num_tokens: int | None = None
+    speculative_traffic_classes: tuple[tuple[str, bool], ...] = ()
     seed: int = 0
     simulated_alpha_ms: float = 8.0
     simulated_beta_ms: float = 0.1
@@ -56,15 +78,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("kv_store_bytes", "simulated_alpha_ms", "simulated_beta_ms"):
+        for name in ("kv_store_bytes", "simulated_alpha_ms", "simulated_beta_ms", "batch_wait_ms", "max_preemptions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2 tokens, not {self.max_model_len}")
-        if self.device not in DEVICES:
-            raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.speculative_num_tokens is not None and not 1 <= self.speculative_num_tokens <= MAX_GUESSES:
+            raise ValueError(f"speculative_num_tokens must be 1 to {MAX_GUESSES}, not {self.speculative_num_tokens}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
 
     @property
     def bytes_per_element(self) -> int:

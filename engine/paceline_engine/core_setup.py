@@ -8,14 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline_api.identity import NamespaceFields, namespace_digest
-from paceline_engine.backends.base import Backend, create_backend
+from paceline_engine.backends.base import Backend, CanDraft, create_backend
 from paceline_engine.config import MIB, EngineConfig
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
+from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import LoadedModel, load_model_dir
+
+# Time of a drafting device's guess over a step's, for lengths that adapt; about what skipping most layers costs.
+DRAFT_COST = 0.1
 
 
 class SetupError(ValueError):
@@ -75,6 +79,21 @@ def identity(config: EngineConfig, loaded: LoadedModel) -> str:
     )
 
 
+def speculation(config: EngineConfig, backend: Backend) -> SpeculationConfig:
+    """How to guess. Raises SetupError if the device is to draft and can't."""
+    drafts = config.speculative_method in ("draft", "selfDraft")
+    if drafts and not (isinstance(backend, CanDraft) and backend.can_draft):
+        raise SetupError(
+            f"this device doesn't draft (speculative-method {config.speculative_method}); use ngram or none"
+        )
+    return SpeculationConfig(
+        method=config.speculative_method,
+        num_tokens=config.speculative_num_tokens,
+        draft_cost=DRAFT_COST if drafts else 0.0,
+        traffic_classes=config.speculative_traffic_classes,
+    )
+
+
 def build_core(config: EngineConfig) -> Core:
     """Load the model on the configured device. Raises ValueError with one line on anything that can't work."""
     loaded = load_model_dir(config.model_dir)
@@ -97,8 +116,13 @@ def build_core(config: EngineConfig) -> Core:
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             max_model_len=max_model_len,
             max_num_waiting=config.max_num_waiting,
+            max_preemptions=config.max_preemptions,
+            scheduling_policy=config.scheduling_policy,
+            batching=config.batching,
+            batch_wait_s=config.batch_wait_ms / 1000.0,
         ),
         KVManager(pool, config.block_size, backend.kv_store, cache),
         loaded.config.eos_token_ids,
+        speculation(config, backend),
     )
     return Core(scheduler=scheduler, backend=backend, max_model_len=max_model_len, namespace_digest=digest)

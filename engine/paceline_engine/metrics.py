@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from paceline_api.metrics import ENGINE, ENGINE_COMPAT, Metric, MetricType
+from paceline_engine.core.waiting import REASONS as WAITING_REASONS
 from paceline_engine.messages import CoreReady, CoreStats
 
 _GAUGES = {
@@ -18,6 +19,10 @@ _GAUGES = {
     "paceline_engine_requests_waiting": "num_waiting",
     "paceline_engine_kv_blocks": "num_blocks",
     "paceline_engine_kv_blocks_free": "num_free_blocks",
+    "paceline_engine_kv_blocks_cached": "num_cached_blocks",
+    "paceline_engine_step_alpha_seconds": "step_alpha_seconds",
+    "paceline_engine_step_beta_seconds": "step_beta_seconds",
+    "paceline_engine_prefill_tokens_per_second": "prefill_tokens_per_second",
     "paceline_engine_kv_store_bytes": "kv_store_bytes",
     "vllm:num_requests_running": "num_running",
     "vllm:num_requests_waiting": "num_waiting",
@@ -29,7 +34,18 @@ _COUNTERS = {
     "paceline_engine_steps": "num_steps",
     "paceline_engine_scheduled_tokens": "num_scheduled_tokens",
     "paceline_engine_step_seconds": "step_seconds",
+    "paceline_engine_prefix_query_tokens": "prefix_query_tokens",
+    "paceline_engine_prefix_hit_tokens": "prefix_hit_tokens",
+    "paceline_engine_spec_draft_tokens": "spec_draft_tokens",
+    "paceline_engine_spec_accepted_tokens": "spec_accepted_tokens",
+    "paceline_engine_deadline_refusals": "num_deadline_refusals",
+    "paceline_engine_deadline_misses": "num_deadline_misses",
     "vllm:num_preemptions": "num_preemptions",
+    "vllm:prefix_cache_queries": "prefix_query_tokens",
+    "vllm:prefix_cache_hits": "prefix_hit_tokens",
+    "vllm:spec_decode_num_drafts": "spec_drafts",
+    "vllm:spec_decode_num_draft_tokens": "spec_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "spec_accepted_tokens",
 }
 
 
@@ -67,9 +83,22 @@ class EngineMetrics:
             self._get(name).set(getattr(stats, field))
         for name, field in _COUNTERS.items():
             self._get(name).inc(max(0, getattr(stats, field) - getattr(self._stats, field)))
+        for reason in WAITING_REASONS:
+            self._get("paceline_engine_waiting_reason", reason=reason).set(stats.waiting_reasons.get(reason, 0))
+        self._count_positions(stats)
         used = stats.num_blocks - stats.num_free_blocks
         self._get("vllm:kv_cache_usage_perc").set(used / stats.num_blocks if stats.num_blocks else 0.0)
         self._stats = stats
+
+    def _count_positions(self, stats: CoreStats) -> None:
+        known = self._stats.spec_accepted_per_position
+        for position, count in enumerate(stats.spec_accepted_per_position):
+            new = count - (known[position] if position < len(known) else 0)
+            for name in (
+                "paceline_engine_spec_accepted_position_tokens",
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+            ):
+                self._get(name, position=str(position)).inc(max(0, new))
 
     def on_rejected(self, reason: str) -> None:
         """A request was refused; `reason` is one of a fixed set."""

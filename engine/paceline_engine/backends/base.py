@@ -5,9 +5,9 @@ Imports no torch, so that a process with the simulated device never loads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline_engine.backends.threads import prepare_environment
 from paceline_engine.config import EngineConfig
@@ -41,6 +41,26 @@ class Backend(Protocol):
     @property
     def stats(self) -> dict[str, float]:
         """The device's own counters, by name; they only grow. Empty if it has none."""
+        ...
+
+
+@runtime_checkable
+class CanDraft(Protocol):
+    """A device that says whether it makes the guesses that `num_wanted_drafts` asks for."""
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether it was set up with something that drafts."""
+        ...
+
+
+@runtime_checkable
+class HasCounters(Protocol):
+    """A device with counters of its own, which only grow, or gauges; they travel in CoreStats.device."""
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """By name; names of times end in _seconds."""
         ...
 
 

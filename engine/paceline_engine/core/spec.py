@@ -12,13 +12,14 @@ from typing import Literal
 
 import msgspec
 
+from paceline_engine.config import MAX_GUESSES
 from paceline_engine.core.ngram import NgramIndex
 from paceline_engine.core.request import Request
 
 SpeculativeMethod = Literal["none", "ngram", "draft", "selfDraft"]
 
 # Guesses of one step are at most this many, also where a grammar forces more.
-MAX_DRAFT_TOKENS = 32
+MAX_DRAFT_TOKENS = MAX_GUESSES
 
 
 def expected_tokens(acceptance: float, num_guesses: int) -> float:

@@ -6,13 +6,14 @@ Requests are admitted strictly in order, so all wait for what the first one wait
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from paceline_engine.core.request import Request
 
 Reason = Literal["blocks", "seqs", "budget", "batch", "preemption"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
 _SENTENCES: dict[Reason, str] = {
     "blocks": "{missing} KV blocks more must become free",
     "seqs": "a running request must end: as many run as may (max-num-seqs)",

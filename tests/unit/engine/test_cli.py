@@ -30,6 +30,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--max-num-seqs", "0"), "'--max-num-seqs': Input should be greater than or equal to 1"),
         (("--port", "70000"), "'--port': Input should be less than or equal to 65535"),
         (("--wrong", "1"), "No such option"),
+        (("--batching", "never"), "'never' is not one of static, dynamic, continuous"),
+        (("--prefix-index", "tree"), "'tree' is not one of hash, radix"),
+        (("--speculative-method", "magic"), "'magic' is not one of none, ngram, draft, selfDraft"),
+        (("--speculative-num-tokens", "99"), "'99' is neither auto nor a number from 1 to 32"),
+        (("--speculative-traffic-class", "batch"), "'batch' isn't CLASS=on or CLASS=off"),
     ],
 )
 def test_a_wrong_option_says_what_is_wrong_and_exits_2(arguments: tuple[str, ...], says: str) -> None:

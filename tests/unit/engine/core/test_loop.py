@@ -1,0 +1,204 @@
+"""The core's loop over the simulated device: commands, events, statistics, and tokens that no mechanism changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from driver import make, request
+
+from paceline_engine.backends.simulated import SimulatedBackend
+from paceline_engine.core.scheduler import Scheduler
+from paceline_engine.core.spec import SpeculationConfig
+from paceline_engine.core_process import CoreLoop
+from paceline_engine.core_setup import Core
+from paceline_engine.messages import (
+    AbortRequest,
+    Command,
+    CommandResult,
+    Constraint,
+    FromCore,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    ToCore,
+)
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+
+
+@dataclass
+class Run:
+    """A core that hears `messages`, one list a step, and stops when all is done."""
+
+    scheduler: Scheduler
+    messages: list[Sequence[ToCore]]
+    backend: Any = None
+    sent: list[StepOutputs] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.backend is None:
+            self.backend = SimulatedBackend(vocab_size=30, seed=1, alpha_ms=10.0, beta_ms=1.0, sleep=self._sleep)
+        core = Core(scheduler=self.scheduler, backend=self.backend, max_model_len=64, namespace_digest="00" * 32)
+        self._inbox: list[ToCore] = []
+        CoreLoop(core, self._receive, self._keep, clock=lambda: self.now).run()
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _receive(self, seconds: float) -> ToCore | None:
+        self.now += seconds
+        if not self._inbox and self.messages:
+            self._inbox = [*self.messages.pop(0), None]  # type: ignore[list-item]
+        if self._inbox:
+            return self._inbox.pop(0)
+        return None if self.scheduler.has_work else Shutdown()
+
+    def _keep(self, message: FromCore) -> None:
+        assert isinstance(message, StepOutputs)
+        self.scheduler.check_integrity()
+        self.sent.append(message)
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        return [output for message in self.sent for output in message.outputs]
+
+    @property
+    def results(self) -> dict[str, CommandResult]:
+        return {result.command_id: result for message in self.sent for result in message.results}
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for output in self.outputs if output.request_id == request_id for t in output.new_token_ids]
+
+
+def command(name: Any, command_id: str = "1", /, **arguments: str) -> Command:
+    return Command(command_id=command_id, name=name, arguments=arguments)
+
+
+@pytest.mark.parametrize("cache", [None, "hash", "radix"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft"])
+@pytest.mark.parametrize("num_blocks", [64, 14])
+def test_no_mechanism_changes_the_tokens(cache, method, num_blocks):
+    plain = Run(make(num_blocks=64, seqs=1), [[request(str(n), PROMPT[n % 3 :], 24) for n in range(5)]])
+    speculation = SpeculationConfig(method=method, min_n=1)
+    scheduler = make(num_blocks=num_blocks, cache=cache, speculation=speculation, seqs=4, chunk=5)
+    run = Run(scheduler, [[request(str(n), PROMPT[n % 3 :], 24) for n in range(5)]])
+    for name in map(str, range(5)):
+        assert run.tokens(name) == plain.tokens(name)
+    stats = run.sent[-1].stats
+    assert (stats.num_preemptions > 0) == (num_blocks == 14)
+    assert (stats.spec_accepted_tokens > 0) >= (method == "draft")
+    assert (stats.prefix_hit_tokens > 0) >= (cache is not None)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_guesses_that_are_kept_save_steps():
+    steps = {
+        method: Run(make(speculation=SpeculationConfig(method=method)), [[request("a", PROMPT, 24)]]).sent[-1].stats
+        for method in ("none", "draft")
+    }
+    assert steps["draft"].num_steps < 0.6 * steps["none"].num_steps
+    assert steps["draft"].spec_draft_tokens >= steps["draft"].spec_accepted_tokens > 10
+    assert sum(steps["draft"].spec_accepted_per_position) == steps["draft"].spec_accepted_tokens
+
+
+def test_statistics_tell_the_devices_speed():
+    stats = Run(make(), [[request(str(n), [n + 1] * 16, 24) for n in range(3)]]).sent[-1].stats
+    assert stats.step_alpha_seconds == pytest.approx(0.010, rel=0.01)
+    assert stats.step_beta_seconds == pytest.approx(0.001, rel=0.01)
+    assert stats.prefill_tokens_per_second == pytest.approx(32 / 0.042, rel=0.2)
+
+
+def test_events_leave_with_the_step_that_made_them():
+    run = Run(make(cache="hash"), [[request("a", PROMPT, 2)], [], [command("reset_prefix_cache")], []])
+    kinds = [[event.kind for event in message.kv_events] for message in run.sent if message.kv_events]
+    assert kinds == [["stored"], ["cleared"]]
+    assert run.results["1"].values == {"reset": True}
+
+
+def test_logprobs_of_the_simulated_device_have_the_asked_shape():
+    run = Run(make(chunk=5), [[request("a", PROMPT, 4, logprobs=0, prompt_logprobs=0)]])
+    assert [entry and entry.token_id for entry in run.outputs[0].prompt_logprobs] == [None, *PROMPT[1:]]
+    assert [entry.token_id for output in run.outputs for entry in output.logprobs] == run.tokens("a")
+
+
+def test_a_constraint_is_refused_by_a_device_without_grammars():
+    constraint = Constraint(key="k", grammar=b"")
+    run = Run(make(), [[request("a", PROMPT, 4, constraint=constraint)]])
+    assert [(o.finish_reason, o.error) for o in run.outputs] == [("error", "the simulated device knows no grammars")]
+
+
+def test_sleep_is_refused_while_requests_are_live_unless_its_level_ends_them():
+    run = Run(
+        make(),
+        [
+            [request("a", PROMPT, 30)],
+            [command("sleep")],
+            [command("sleep", "2", level="2"), request("late", PROMPT)],
+            [command("sleep", "3"), command("wake", "4"), request("b", PROMPT, 2)],
+        ],
+    )
+    assert "1 requests are live" in str(run.results["1"].error)
+    assert run.results["2"].values == run.results["3"].values == {"asleep": True}
+    ends = {o.request_id: (o.finish_reason, o.error_kind) for o in run.outputs if o.finish_reason}
+    assert ends == {"a": ("abort", None), "late": ("error", "asleep"), "b": ("length", None)}
+    assert [message.stats.asleep for message in run.sent].count(True) == 1
+
+
+class Adapters(SimulatedBackend):
+    """A simulated device that takes any adapter but "broken"."""
+
+    held = True
+
+    def load_adapter(self, name: str, path: str) -> str:
+        if path == "broken":
+            raise ValueError("no adapter_config.json in\nbroken; check the path")
+        return f"digest of {path}"
+
+    def unload_adapter(self, name: str) -> None:
+        pass
+
+    def release_kv(self) -> None:
+        self.held = False
+
+    def allocate_kv(self) -> None:
+        self.held = True
+
+
+def test_adapters_come_and_go():
+    backend = Adapters(vocab_size=30, seed=1, alpha_ms=0, beta_ms=0, sleep=lambda _: None)
+    run = Run(
+        make(),
+        [
+            [command("load_adapter", "0", name="x", path="broken"), request("early", PROMPT, adapter="x")],
+            [command("load_adapter", "1", name="x", path="p"), request("a", PROMPT, 9, adapter="x")],
+            [command("unload_adapter", "2", name="x"), AbortRequest(request_id="a")],
+            [command("unload_adapter", "3", name="x"), request("late", PROMPT, adapter="x")],
+            [command("load_adapter", "4", name="x")],
+            [command("sleep", "5")],
+        ],
+        backend,
+    )
+    assert run.results["0"].error == "no adapter_config.json in broken; check the path"
+    assert run.results["1"].values == {"digest": "digest of p"}
+    assert "1 requests use the adapter" in str(run.results["2"].error)
+    assert run.results["3"].error is None
+    assert "needs the argument 'path'" in str(run.results["4"].error)
+    refused = {o.request_id for o in run.outputs if o.error_kind == "invalid"}
+    assert refused == {"early", "late"}
+    assert not backend.held
+
+
+def test_a_device_without_adapters_says_so():
+    run = Run(make(), [[command("load_adapter", name="x", path="p")]])
+    assert run.results["1"].error == "this device runs no LoRA adapters"
+
+
+def test_a_batch_that_fills_is_waited_for_not_polled():
+    scheduler = make(batching="dynamic", batch_wait_s=0.3, seqs=4)
+    run = Run(scheduler, [[request("a", PROMPT, 2)], []])
+    assert len(run.tokens("a")) == 2
+    assert len(run.sent) < 8
