@@ -18,15 +18,8 @@ from gguf.constants import GGUFValueType
 from gguf.gguf_reader import GGUFReader
 from gguf.quants import _type_traits, dequantize
 
-from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.gguf_config import FAMILIES, Metadata, check_rope_factors, model_config
 from paceline_engine.models.source import ModelError
-
-# GGUF architectures of the decoder, and whether their converter permutes query and key rows.
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", True),
-    "qwen2": ("Qwen2ForCausalLM", False),
-    "qwen3": ("Qwen3ForCausalLM", False),
-}
 
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -42,6 +35,13 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# With norms after attention and MLP too, Hugging Face's post_attention_layernorm is the one after attention.
+_POST_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
 # Kept as stored; everything else is dequantised to float32, which holds a quantised product (16-bit scale times a
 # small integer, plus a 16-bit minimum) with no or one rounding, where 16-bit formats would lose bits of every weight.
 _STORED_AS_IS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -71,11 +71,13 @@ class GGUFModel:
         self._reader = _open(path)
         self._metadata: dict[str, Any] = {}
         self.architecture = str(self.get("general.architecture") or "")
-        if self.architecture not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise self._error(f"architecture {self.architecture!r} is not supported", f"use one of {known}")
-        self._check_rope()
-        self.config = self._read_config()
+        self._keys = Metadata(path, self.architecture, self.get)
+        if self.architecture not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise self._keys.error(f"architecture {self.architecture!r} is not supported", f"use one of {known}")
+        shapes = {tensor.name: _shape(tensor) for tensor in self._reader.tensors}
+        self.config = model_config(self._keys, shapes, self._rope_factors())
+        self._layer_names = _LAYER | (_POST_NORMS if self.config.post_norms else {})
         self.tensors = tuple(self._tensor_infos())
 
     def get(self, key: str) -> Any:
@@ -97,84 +99,55 @@ class GGUFModel:
         values = values.reshape(info.shape)
         return values if info.permuted_heads is None else unpermute(values, info.permuted_heads)
 
-    def _error(self, what: str, remedy: str) -> ModelError:
-        return ModelError(f"model file {self.path}: {what}: {remedy}")
-
-    def _check_rope(self) -> None:
-        scaling = self.get(f"{self.architecture}.rope.scaling.type")
-        names = {tensor.name for tensor in self._reader.tensors}
-        if scaling not in (None, "none") or "rope_freqs.weight" in names:
-            raise self._error("rope scaling in a GGUF file is not built yet", "use the model's safetensors folder")
-
-    def _number(self, key: str, default: float | None = None) -> Any:
-        value = self.get(f"{self.architecture}.{key}")
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self._error(f"{self.architecture}.{key} is {value!r}, not a positive number", "convert it again")
-        return value
-
-    def _read_config(self) -> ModelConfig:
-        """The architecture record; keys as in llama.cpp's gguf-py constants."""
-        hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
-        shapes = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in self._reader.tensors}
-        if len(shapes.get("token_embd.weight", ())) != 2:
-            raise self._error("tensor token_embd.weight is missing", "the file is incomplete, download it again")
-        head_dim = self._number("attention.key_length", hidden // heads)
-        if self._number("rope.dimension_count", head_dim) != head_dim:
-            raise self._error("rotary embedding over a part of each head is not built yet", "use another model")
-        return ModelConfig(
-            architecture=ARCHITECTURES[self.architecture][0],
-            vocab_size=int(shapes["token_embd.weight"][0]),
-            hidden_size=hidden,
-            intermediate_size=self._number("feed_forward_length"),
-            num_layers=self._number("block_count"),
-            num_heads=heads,
-            num_kv_heads=self._number("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_position_embeddings=self._number("context_length"),
-            rms_norm_eps=float(self._number("attention.layer_norm_rms_epsilon")),
-            rope_theta=float(self._number("rope.freq_base", 10000.0)),
-            tie_word_embeddings="output.weight" not in shapes,
-            attention_bias="blk.0.attn_q.bias" in shapes,
-            qk_norm="blk.0.attn_q_norm.weight" in shapes,
-            bos_token_id=self.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=self._eos_token_ids(),
-        )
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-        ids = [self.get(f"tokenizer.ggml.{key}") for key in keys]
-        return tuple(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
+    def _rope_factors(self) -> tuple[float, ...]:
+        found = [tensor for tensor in self._reader.tensors if tensor.name == _ROPE_FACTORS]
+        return check_rope_factors(self._keys, np.asarray(found[0].data)) if found else ()
 
     def _tensor_infos(self) -> Iterator[TensorInfo]:
-        permutes = ARCHITECTURES[self.architecture][1]
+        permutes = FAMILIES[self.architecture][2]
         for index, tensor in enumerate(self._reader.tensors):
+            if tensor.name == _ROPE_FACTORS:
+                continue
             name = self._hf_name(tensor.name)
             heads = None
             if permutes and ".q_proj." in name:
                 heads = self.config.num_heads
             elif permutes and ".k_proj." in name:
                 heads = self.config.num_kv_heads
-            shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
             stored = tensor.tensor_type.name
             self._check_type(tensor.name, stored, tensor.tensor_type)
-            if tensor.name.endswith(".bias") and not re.search(r"attn_[qkv]\.bias$", tensor.name):
-                raise self._error(f"tensor {tensor.name}: this bias is not built yet", "use another model")
-            yield TensorInfo(name, _STORED_AS_IS.get(stored, "F32"), shape, index, heads)
+            yield TensorInfo(name, _STORED_AS_IS.get(stored, "F32"), _shape(tensor), index, heads)
 
     def _check_type(self, tensor_name: str, stored: str, tensor_type: Any) -> None:
         # _type_traits is the package's only list of what it can dequantise.
         if stored not in _STORED_AS_IS and tensor_type not in _type_traits:
-            raise self._error(f"tensor {tensor_name} has type {stored}, which is not supported", "use another file")
+            raise self._keys.error(
+                f"tensor {tensor_name} has type {stored}, which is not supported", "use another file"
+            )
 
     def _hf_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")
         if stem in _TOP_LEVEL:
             return f"{_TOP_LEVEL[stem]}.{suffix}"
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if match is None or match.group(2) not in _LAYER:
-            raise self._error(f"tensor {name} does not belong to a Llama-family decoder", "use another model")
-        return f"model.layers.{match.group(1)}.{_LAYER[match.group(2)]}.{suffix}"
+        if match is None or match.group(2) not in self._layer_names or suffix not in ("weight", "bias"):
+            raise self._keys.error(f"tensor {name} does not belong to a Llama-family decoder")
+        if suffix == "bias" and not self._has_bias(match.group(2)):
+            raise self._keys.error(f"tensor {name}: this bias is not built")
+        return f"model.layers.{match.group(1)}.{self._layer_names[match.group(2)]}.{suffix}"
+
+    def _has_bias(self, part: str) -> bool:
+        """Whether the decoder adds a bias there: all that it does not would be ignored."""
+        config = self.config
+        flags = {"attn_output": config.attention_output_bias}
+        flags |= dict.fromkeys(("attn_q", "attn_k", "attn_v"), config.attention_bias)
+        flags |= dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), config.mlp_bias)
+        return flags.get(part, False)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Sizes, outermost first; GGUF has them the other way round."""
+    return tuple(int(size) for size in reversed(tensor.shape.tolist()))
 
 
 class FastReader(GGUFReader):

@@ -199,9 +199,10 @@ def test_a_truncated_file_is_refused_and_leaves_no_entry(tmp_path: Path, size: i
     [
         ({"architecture": "mamba"}, "architecture 'mamba' is not supported"),
         ({"pre": "falcon"}, "pre-tokenizer 'falcon' is not supported"),
-        ({"rope_scaling": gguf.RopeScalingType.YARN}, "rope scaling in a GGUF file is not built yet"),
+        ({"rope_scaling": gguf.RopeScalingType.LONGROPE}, "rope scaling 'longrope' is not built yet"),
+        ({"rope_scaling": gguf.RopeScalingType.YARN}, r"rope\.scaling\.factor is None, not a positive number"),
         ({"extra": ["blk.0.ffn_gate_inp.weight"]}, "does not belong to a Llama-family decoder"),
-        ({"extra": ["blk.0.attn_output.bias"]}, "this bias is not built yet"),
+        ({"extra": ["blk.0.attn_norm.bias"]}, "this bias is not built"),
     ],
 )
 def test_an_unsupported_file_names_what_is_unsupported(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
