@@ -120,10 +120,12 @@ class PrefillSequence:
 class Batch:
     """A flat token batch: short shares first, by number of tokens and length of context, then prefill chunks.
 
-    logits_rows: for each of samplers, the requests that sample, its last known token and its guesses; then the rows of
-    `scored`, requests whose prompt tokens' logprobs are asked for, every token of their shares.
+    items: the shares in the batch's order. logits_rows: for each of samplers, the requests that sample, its last known
+    token and its guesses; then the rows of `scored`, requests whose prompt tokens' logprobs are asked for, every token
+    of their shares.
     """
 
+    items: tuple[ScheduledRequest, ...]
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -154,6 +156,7 @@ def build_batch(
     spans = [np.arange(ends[index] - items[index].num_draft_tokens - 1, ends[index]) for index in samples]
     spans += [np.arange(ends[index] - items[index].num_tokens, ends[index]) for index in scored]
     return Batch(
+        items=tuple(items),
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(tables.slots(np.repeat(rows, counts), positions)),

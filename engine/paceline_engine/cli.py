@@ -90,6 +90,8 @@ def serve(
     speculative_traffic_class: opt.SpeculativeTrafficClass = None,
     kv_cache_memory: opt.KVCacheMemory = _MEMORY,
     kv_store_memory: opt.KVStoreMemory = _MEMORY,
+    max_loras: opt.MaxLoras = _CORE.max_loras,
+    max_lora_rank: opt.MaxLoraRank = _CORE.max_lora_rank,
     drain_timeout: opt.DrainTimeout = _DRAIN,
     progress_timeout: opt.ProgressTimeout = _PROGRESS,
     internal_token_file: opt.TokenFile = None,

@@ -124,6 +124,8 @@ KVCacheMemory = Annotated[
 KVStoreMemory = Annotated[
     int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for preempted requests' KV; 0 recomputes it.")
 ]
+MaxLoras = Annotated[int, typer.Option(min=1, help="LoRA adapters that may be loaded at once.")]
+MaxLoraRank = Annotated[int, typer.Option(min=1, help="Highest rank of a LoRA adapter.")]
 DrainTimeout = Annotated[
     float, typer.Option(parser=_DURATION, metavar="DURATION", help="How long SIGTERM waits for running requests.")
 ]

@@ -40,7 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dynamic batch may take to fill. scheduling_policy: what requests are ordered by. max_preemptions: how often one may
     lose its blocks; 0 reserves the longest length of each. speculative_method: who guesses tokens ahead;
     speculative_num_tokens: guesses a step, None adapts; speculative_traffic_classes: (class, on) where it isn't on.
-    seed: of the simulated device's tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
+    max_loras, max_lora_rank: LoRA adapters loaded at once, and the highest rank of one. seed: of the simulated device's
+    tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
     """
 
     model_dir: str
@@ -63,6 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_method: Literal["none", "ngram", "draft", "selfDraft"] = "none"
     speculative_num_tokens: int | None = None
     speculative_traffic_classes: tuple[tuple[str, bool], ...] = ()
+    max_loras: int = 8
+    max_lora_rank: int = 64
     seed: int = 0
     simulated_alpha_ms: float = 8.0
     simulated_beta_ms: float = 0.1
@@ -75,6 +78,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "block_size",
             "kv_cache_bytes",
             "max_num_waiting",
+            "max_loras",
+            "max_lora_rank",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

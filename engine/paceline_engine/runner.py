@@ -68,8 +68,10 @@ class ModelRunner:
         if not plan.scheduled:
             return []
         batch = build_batch(plan.scheduled, self._tables, self.kv.tensor.dtype, self._is_scored)
+        adapters = [self._rows[item.request_id].adapter for item in batch.items]
+        deltas = self._decoder.adapters.deltas(adapters, [item.num_tokens for item in batch.items])
         logits = self._decoder.forward(
-            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch)
+            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch), deltas
         )
         num_sampled = sum(item.num_draft_tokens + 1 for item in batch.samplers)
         scores = self._score_prompts(logits[num_sampled:], batch)
@@ -118,6 +120,8 @@ class ModelRunner:
     def _make_row(self, admitted: AdmittedRequest) -> Row:
         config = self._decoder.config
         try:
+            if admitted.adapter is not None and admitted.adapter not in self._decoder.adapters:
+                raise RowError(f"the adapter {admitted.adapter!r} isn't loaded")
             return Row(admitted, config.vocab_size, config.eos_token_ids, self._matcher(admitted))
         except RowError as error:
             plain = SamplingParams(max_tokens=admitted.sampling.max_tokens)

@@ -43,7 +43,14 @@ class CpuBackend:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(num_threads())
         dtype = TORCH_DTYPES[config.dtype]
-        decoder = Decoder(model, weight_files, max_model_len=max_model_len, dtype=dtype)
+        self._decoder = Decoder(
+            model,
+            weight_files,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            max_adapters=config.max_loras,
+            max_rank=config.max_lora_rank,
+        )
         kv = PagedKV(model, num_blocks, config.block_size, dtype)
         self._grammars = Grammars(
             lambda: tokenizer_info(
@@ -53,7 +60,7 @@ class CpuBackend:
             model.eos_token_ids,
         )
         self._runner = ModelRunner(
-            decoder,
+            self._decoder,
             kv,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -81,6 +88,14 @@ class CpuBackend:
     def execute(self, plan: StepPlan) -> Sequence[StepResult]:
         """Run one step."""
         return self._runner.execute(plan)
+
+    def load_adapter(self, name: str, path: str) -> str:
+        """Load or replace a LoRA adapter from a PEFT folder; the digest of its content. Raises ValueError."""
+        return self._decoder.adapters.load(name, Path(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop an adapter. Raises ValueError if it isn't loaded."""
+        self._decoder.adapters.unload(name)
 
     def _warm_up(self) -> None:
         """One throw-away token: maps the weights' pages and starts torch's threads before anyone waits for them."""

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.layers import LayerWeights, gated_mlp, load_layer, project_qkv, rms_norm
+from paceline_engine.models.layers import LayerWeights, gated_mlp, load_layer, project_output, project_qkv, rms_norm
+from paceline_engine.models.lora import NO_DELTAS, AdapterTable, LayerDeltas
 from paceline_engine.models.rope import RotaryEmbedding
 from paceline_engine.models.weights import WeightFiles
 
@@ -30,12 +31,20 @@ class Attention(Protocol):
 
 
 class Decoder:
-    """Weights and forward pass. Not a torch module: nothing here trains, moves or is looked up by name."""
+    """Weights, adapters and forward pass. Not a torch module: nothing here trains, moves or is looked up by name."""
 
     def __init__(
-        self, config: ModelConfig, weight_files: Sequence[Path], *, max_model_len: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        weight_files: Sequence[Path],
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        max_adapters: int = 8,
+        max_rank: int = 64,
     ) -> None:
         self.config = config
+        self.adapters = AdapterTable(config, dtype, max_adapters=max_adapters, max_rank=max_rank)
         weights = WeightFiles(weight_files, dtype)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.take("model.embed_tokens.weight", *shape)
@@ -62,20 +71,25 @@ class Decoder:
         positions: torch.Tensor,
         logits_rows: torch.Tensor,
         attention: Attention,
+        deltas: Sequence[LayerDeltas] | None = None,
     ) -> torch.Tensor:
-        """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens]."""
+        """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens].
+
+        deltas: from `adapters.deltas`, in the batch's order.
+        """
         config, eps = self.config, self.config.rms_norm_eps
         hidden = F.embedding(token_ids, self._embedding)
         if config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         rotations = self._rotary.at(positions)
         for index, layer in enumerate(self._layers):
+            updates = NO_DELTAS if deltas is None else deltas[index]
             normed = rms_norm(hidden, layer.input_norm, eps)
-            query, key, value = project_qkv(normed, layer, config, self._rotary.of_layer(index, rotations))
+            query, key, value = project_qkv(normed, layer, config, self._rotary.of_layer(index, rotations), updates)
             attended = attention(index, query, key, value).reshape(hidden.shape[0], -1)
-            attended = F.linear(attended, layer.output, layer.output_bias)
+            attended = project_output(attended, layer, updates)
             hidden = hidden + _normed(attended, layer.attention_out_norm, eps)
-            output = gated_mlp(rms_norm(hidden, layer.post_norm, eps), layer, config.hidden_act)
+            output = gated_mlp(rms_norm(hidden, layer.post_norm, eps), layer, config.hidden_act, updates)
             hidden = hidden + _normed(output, layer.mlp_out_norm, eps)
         last = rms_norm(hidden[logits_rows], self._norm, eps)
         logits = F.linear(last, self._head).float()

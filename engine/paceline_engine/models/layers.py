@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.lora import LayerDeltas, add_deltas
 from paceline_engine.models.rope import rotate
 from paceline_engine.models.weights import WeightFiles
 
@@ -91,13 +92,15 @@ def project_qkv(
     layer: LayerWeights,
     config: ModelConfig,
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    deltas: LayerDeltas,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normed hidden states [tokens, hidden] to rotated queries, rotated keys and values [tokens, heads, head_dim].
 
     rotation: the tokens' cos and sin; None leaves queries and keys as they are.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
+    qkv = add_deltas(F.linear(x, layer.qkv, layer.qkv_bias), x, deltas, "qkv")
+    qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
     query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
     if layer.q_norm is not None and layer.k_norm is not None:
         query = rms_norm(query_key[:, :heads], layer.q_norm, config.rms_norm_eps)
@@ -108,8 +111,14 @@ def project_qkv(
     return query_key[:, :heads], query_key[:, heads:], value
 
 
-def gated_mlp(x: torch.Tensor, layer: LayerWeights, hidden_act: str) -> torch.Tensor:
+def project_output(x: torch.Tensor, layer: LayerWeights, deltas: LayerDeltas) -> torch.Tensor:
+    """Attention's heads, side by side [tokens, heads * head_dim], to hidden states [tokens, hidden]."""
+    return add_deltas(F.linear(x, layer.output, layer.output_bias), x, deltas, "output")
+
+
+def gated_mlp(x: torch.Tensor, layer: LayerWeights, hidden_act: str, deltas: LayerDeltas) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) for x [tokens, hidden] (SwiGLU and GeGLU, arXiv 2002.05202)."""
-    gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-    activated = F.silu(gate) if hidden_act == "silu" else F.gelu(gate, approximate="tanh")
-    return F.linear(activated.mul_(up), layer.down, layer.down_bias)
+    gate_up = add_deltas(F.linear(x, layer.gate_up, layer.gate_up_bias), x, deltas, "gate_up")
+    gate, up = gate_up.chunk(2, dim=-1)
+    activated = (F.silu(gate) if hidden_act == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+    return add_deltas(F.linear(activated, layer.down, layer.down_bias), activated, deltas, "down")

@@ -55,6 +55,7 @@ class Row:
     ) -> None:
         sampling = request.sampling
         self.request_id = request.request_id
+        self.adapter = request.adapter
         self.sampling = sampling
         self.num_prompt_tokens = request.num_prompt_tokens
         self.token_ids = list(request.token_ids)
