@@ -122,7 +122,8 @@ class Batch:
 
     items: the shares in the batch's order. logits_rows: for each of samplers, the requests that sample, its last known
     token and its guesses; then the rows of `scored`, requests whose prompt tokens' logprobs are asked for, every token
-    of their shares.
+    of their shares. Sequence s is rows [sequence_begins[s], sequence_begins[s + 1]); its blocks are block_tables[s],
+    with stale entries past its own.
     """
 
     items: tuple[ScheduledRequest, ...]
@@ -130,6 +131,8 @@ class Batch:
     positions: torch.Tensor
     slots: torch.Tensor
     logits_rows: torch.Tensor
+    sequence_begins: torch.Tensor
+    block_tables: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillSequence, ...]
     samplers: tuple[ScheduledRequest, ...]
@@ -161,6 +164,8 @@ def build_batch(
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(tables.slots(np.repeat(rows, counts), positions)),
         logits_rows=torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *spans])),
+        sequence_begins=torch.from_numpy(np.concatenate([np.zeros(1, dtype=np.int64), ends])),
+        block_tables=torch.from_numpy(tables.block_ids(rows, -(-max(item.end for item in items) // tables.block_size))),
         decodes=tuple(_decode_groups(short, rows[: len(short)], tables, dtype)),
         prefills=tuple(
             _prefill(item, int(end), rows[index : index + 1], tables)

@@ -73,6 +73,8 @@ def serve(
     metrics_port: opt.MetricsPort = 8002,
     device: opt.Device = _CORE.device,
     dtype: opt.Dtype = _CORE.dtype,
+    quantization: opt.Quantization = _CORE.quantization,
+    cpu_kernels: opt.CpuKernels = _CORE.cpu_kernels,
     max_model_len: opt.MaxModelLen = None,
     max_num_seqs: opt.MaxNumSeqs = _CORE.max_num_seqs,
     max_num_waiting: opt.MaxNumWaiting = 256,
@@ -129,6 +131,7 @@ def _serve_options(given: dict[str, Any]) -> Any:
     core |= {"kv_cache_bytes": given["kv_cache_memory"], "kv_store_bytes": given["kv_store_memory"]}
     mine["served_model_name"] = given["served_model_name"] or Path(given["model"]).stem
     mine["cache_dir"] = given["cache_dir"] or default_cache_dir()
+    core["native_dir"] = str(mine["cache_dir"])
     return ServeOptions(**mine, core=core)
 
 
@@ -158,6 +161,21 @@ def convert(model: opt.Model, cache_dir: opt.CacheDir = None) -> None:
         from paceline_engine.models.source import resolve
 
         typer.echo(str(prepare_model(resolve(model), cache_dir or default_cache_dir())))
+
+
+@app.command()
+def build_native(directory: opt.NativeDir = None) -> None:
+    """Compile the CPU kernels now, not at the first start; says where they are."""
+    _log("info")
+    with _exit_codes():
+        from paceline_engine.models.loader import default_cache_dir
+        from paceline_engine.native.build import NativeBuildError, build_into, ensure_library
+
+        try:
+            typer.echo(str(build_into(directory) if directory else ensure_library(default_cache_dir())))
+        except NativeBuildError as error:
+            typer.echo(f"paceline-engine: {error}", err=True)
+            raise typer.Exit(1) from error
 
 
 @app.command()

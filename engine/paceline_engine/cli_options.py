@@ -11,10 +11,12 @@ import typer
 from paceline_api.quantity import parse_bytes, parse_duration_s
 from paceline_engine.config import (
     BATCHING,
+    CPU_KERNELS,
     DEVICES,
     DTYPES,
     MAX_GUESSES,
     PREFIX_INDEXES,
+    QUANTIZATIONS,
     SCHEDULING_POLICIES,
     SPECULATIVE_METHODS,
 )
@@ -75,6 +77,10 @@ CacheDir = Annotated[
     Path | None,
     typer.Option(help="Where converted models are kept. Default: $PACELINE_CACHE_DIR or the user's cache folder."),
 ]
+NativeDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder to compile into, for $PACELINE_NATIVE_DIR. Default: the user's cache folder."),
+]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token that /v1/* and /admin/* ask for. Default: none asked.")
 ]
@@ -102,6 +108,22 @@ Device = Annotated[
 ]
 Dtype = Annotated[
     str, typer.Option(parser=_choice(*DTYPES), metavar="|".join(DTYPES), help="Of weights, activations and KV.")
+]
+CpuKernels = Annotated[
+    str,
+    typer.Option(
+        parser=_choice(*CPU_KERNELS),
+        metavar="|".join(CPU_KERNELS),
+        help="Compiled at the first start, or torch's; auto falls back to torch's.",
+    ),
+]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        parser=_choice(*QUANTIZATIONS),
+        metavar="|".join(QUANTIZATIONS),
+        help="Of weights, on the CPU: smaller and faster, a little less exact.",
+    ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output. Default: the model's.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests that run at once.")]

@@ -11,6 +11,8 @@ import msgspec
 
 DEVICES = ("auto", "cpu", "simulated")
 DTYPES = ("float32", "bfloat16")
+CPU_KERNELS = ("auto", "native", "torch")
+QUANTIZATIONS = ("none", "int8", "int4")
 PREFIX_INDEXES = ("hash", "radix")
 BATCHING = ("static", "dynamic", "continuous")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -21,6 +23,8 @@ MIB = 1024 * 1024
 _CHOICES = {
     "device": DEVICES,
     "dtype": DTYPES,
+    "cpu_kernels": CPU_KERNELS,
+    "quantization": QUANTIZATIONS,
     "prefix_index": PREFIX_INDEXES,
     "batching": BATCHING,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -42,6 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_num_tokens: guesses a step, None adapts; speculative_traffic_classes: (class, on) where it isn't on.
     max_loras, max_lora_rank: LoRA adapters loaded at once, and the highest rank of one. seed: of the simulated device's
     tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
+    cpu_kernels: compiled, torch's, or compiled where they can be had. quantization: of the weights, lossy. native_dir:
+    cache folder of the compiled kernels; "" is the default cache.
     """
 
     model_dir: str
@@ -69,6 +75,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     simulated_alpha_ms: float = 8.0
     simulated_beta_ms: float = 0.1
+    cpu_kernels: Literal["auto", "native", "torch"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"
+    native_dir: str = ""
 
     def __post_init__(self) -> None:
         for name in (
@@ -98,3 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def bytes_per_element(self) -> int:
         """Bytes of one weight, activation or KV element."""
         return BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def weights_dtype(self) -> str:
+        """Precision of the weights and of what is computed with them, as it enters the identity of KV."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}+{self.quantization}"

@@ -68,7 +68,7 @@ def identity(config: EngineConfig, loaded: LoadedModel) -> str:
             model=model.architecture,
             weights_digest=loaded.weights_digest,
             tokenizer_digest=loaded.tokenizer_digest,
-            dtype=config.dtype,
+            dtype=config.weights_dtype,
             kv_dtype=config.dtype,
             block_size=config.block_size,
             num_layers=model.num_layers,

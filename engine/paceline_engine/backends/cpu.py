@@ -1,4 +1,4 @@
-"""The CPU as a device: torch's kernels, weights mapped from the file, KV in host memory."""
+"""The CPU as a device: compiled or torch's kernels, weights mapped from a file, KV in host memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from paceline_engine.backends.cpu_attention import PagedKV
+from paceline_engine.backends.cpu_decoder import TORCH_DTYPES, create_decoder
 from paceline_engine.backends.threads import num_threads
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
@@ -18,13 +19,10 @@ from paceline_engine.grammar import Grammars
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import SamplingParams
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.loader import load_model_dir
 from paceline_engine.runner import ModelRunner
 from paceline_engine.structured.vocabulary import tokenizer_info
 from paceline_kvstore.tiers.memory import MemoryTier
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class CpuBackend:
@@ -42,16 +40,11 @@ class CpuBackend:
     ) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(num_threads())
-        dtype = TORCH_DTYPES[config.dtype]
-        self._decoder = Decoder(
-            model,
-            weight_files,
-            max_model_len=max_model_len,
-            dtype=dtype,
-            max_adapters=config.max_loras,
-            max_rank=config.max_lora_rank,
+        self._quantization = config.quantization
+        self._decoder = create_decoder(
+            config, model, weight_files, max_model_len=max_model_len, threads=torch.get_num_threads()
         )
-        kv = PagedKV(model, num_blocks, config.block_size, dtype)
+        kv = PagedKV(model, num_blocks, config.block_size, TORCH_DTYPES[config.dtype])
         self._grammars = Grammars(
             lambda: tokenizer_info(
                 load_model_dir(config.model_dir).tokenizer_file, model.vocab_size, model.eos_token_ids
@@ -91,6 +84,8 @@ class CpuBackend:
 
     def load_adapter(self, name: str, path: str) -> str:
         """Load or replace a LoRA adapter from a PEFT folder; the digest of its content. Raises ValueError."""
+        if self._quantization != "none":
+            raise ValueError(f"LoRA adapters need unquantized weights, not {self._quantization}: start without it")
         return self._decoder.adapters.load(name, Path(path))
 
     def unload_adapter(self, name: str) -> None:

@@ -38,35 +38,38 @@ class PagedKV:
 
 
 class CpuAttention:
-    """Attention of one batch; a callable for `Decoder.forward`."""
+    """Attention of one batch; a callable for `Decoder.forward`. Masks are made once a batch, when first asked for."""
 
     def __init__(self, kv: PagedKV, batch: Batch) -> None:
-        self._kv = kv
-        self._batch = batch
-        self._masks = {window: self._masks_of(window) for window in {layer.window for layer in kv.layers}}
+        self.kv = kv
+        self.batch = batch
+        self._masks: dict[int | None, tuple[list[torch.Tensor], list[torch.Tensor | None]]] = {}
 
     def _masks_of(self, window: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Masks of the decode groups and of the prefills; None where plain causality is all there is."""
-        dtype = self._kv.tensor.dtype
-        decodes = [group.mask if window is None else _window_mask(group.mask, window) for group in self._batch.decodes]
+        dtype = self.kv.tensor.dtype
+        decodes = [group.mask if window is None else _window_mask(group.mask, window) for group in self.batch.decodes]
         prefills = [
             None if item.start == 0 and (window is None or item.context_len <= window) else _mask(item, window, dtype)
-            for item in self._batch.prefills
+            for item in self.batch.prefills
         ]
         return decodes, prefills
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Write the batch's KV, then attend; shapes as in `models.decoder.Attention`."""
-        self._kv.write(layer, self._batch.slots, key, value)
+        self.kv.write(layer, self.batch.slots, key, value)
         output = torch.empty(query.shape, dtype=query.dtype)
-        decode_masks, prefill_masks = self._masks[self._kv.layers[layer].window]
-        for group, mask in zip(self._batch.decodes, decode_masks, strict=True):
+        window = self.kv.layers[layer].window
+        if window not in self._masks:
+            self._masks[window] = self._masks_of(window)
+        decode_masks, prefill_masks = self._masks[window]
+        for group, mask in zip(self.batch.decodes, decode_masks, strict=True):
             output[group.begin : group.end] = self._decode(layer, query[group.begin : group.end], group, mask)
-        for item, mask in zip(self._batch.prefills, prefill_masks, strict=True):
+        for item, mask in zip(self.batch.prefills, prefill_masks, strict=True):
             rows = slice(item.begin, item.end)
             if item.start == 0:
                 # The chunk is its own whole context.
-                output[rows] = _attend(query[rows], key[rows], value[rows], self._kv.layers[layer], mask)
+                output[rows] = _attend(query[rows], key[rows], value[rows], self.kv.layers[layer], mask)
             else:
                 output[rows] = self._prefill(layer, query[rows], item, mask)
         return output
@@ -74,7 +77,7 @@ class CpuAttention:
     def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup, mask: torch.Tensor) -> torch.Tensor:
         num_rows, num_heads, head_dim = query.shape
         num_tokens = group.num_tokens
-        key, value = self._kv.gather(layer, group.block_ids.flatten())
+        key, value = self.kv.gather(layer, group.block_ids.flatten())
         key.index_fill_(0, group.padding, 0.0)
         value.index_fill_(0, group.padding, 0.0)
         kv_heads = key.shape[1]
@@ -86,7 +89,7 @@ class CpuAttention:
             packed.reshape(-1, kv_heads, sharing * num_tokens, head_dim),
             key.view(shape).transpose(1, 2),
             value.view(shape).transpose(1, 2),
-            self._kv.layers[layer],
+            self.kv.layers[layer],
             mask if num_tokens == 1 else mask.repeat(1, 1, sharing, 1),
         )
         unpacked = attended.reshape(-1, kv_heads, sharing, num_tokens, head_dim).permute(0, 3, 1, 2, 4)
@@ -95,8 +98,8 @@ class CpuAttention:
     def _prefill(
         self, layer: int, query: torch.Tensor, item: PrefillSequence, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        key, value = self._kv.gather(layer, item.block_ids)
-        return _attend(query, key[: item.context_len], value[: item.context_len], self._kv.layers[layer], mask)
+        key, value = self.kv.gather(layer, item.block_ids)
+        return _attend(query, key[: item.context_len], value[: item.context_len], self.kv.layers[layer], mask)
 
 
 def _attend(

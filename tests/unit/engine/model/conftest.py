@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,14 @@ def make_loop(
     dtype: torch.dtype = torch.float32,
     speculation: SpeculationConfig | None = None,
     draft: Checkpoint | int | None = None,
+    make_decoder: Callable[..., Any] | None = None,
     **runner_options: Any,
 ) -> Loop:
     """The real scheduler, runner and decoder over one pool. draft: another model, or the layers that draft for all."""
     scratch = 0 if draft is None else num_scratch_blocks(max_num_seqs, block_size)
     kv = PagedKV(checkpoint.config, num_blocks + scratch, block_size, dtype)
-    decoder = Decoder(checkpoint.config, checkpoint.files, max_model_len=max_model_len, dtype=dtype)
+    make_decoder = make_decoder or partial(Decoder, dtype=dtype)
+    decoder = make_decoder(checkpoint.config, checkpoint.files, max_model_len=max_model_len)
     draft_model = None
     if isinstance(draft, int):
         draft_model = DraftModel(decoder=decoder.first_layers(draft), kv=kv, shares_kv=True)

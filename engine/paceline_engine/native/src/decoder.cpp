@@ -1,0 +1,245 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace paceline {
+
+namespace {
+
+constexpr int64_t ALIGNMENT = 16;  // floats of a cache line
+// Rows of one product's chunk: their activations stay in a core's second-level cache beside a panel.
+constexpr int64_t GEMM_ROWS = 96;
+constexpr int64_t MAX_PANELS_PER_CHUNK = 8;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t padded(int64_t size) { return ceil_div(size, ALIGNMENT) * ALIGNMENT + ROW_PADDING; }
+
+template <class T>
+T* aligned(std::vector<T>& buffer) {
+  const auto address = reinterpret_cast<uintptr_t>(buffer.data());
+  return reinterpret_cast<T*>((address + 63) / 64 * 64);
+}
+
+}  // namespace
+
+Decoder::Decoder(const Model& model, const Kernels& kernels, Pool& pool)
+    : model_(model),
+      layers_(model.layer, model.layer + model.layers),
+      kernels_(kernels),
+      pool_(pool),
+      hidden_stride_(padded(model.hidden)),
+      qkv_stride_(padded((model.heads + 2 * model.kv_heads) * model.head_dim)),
+      attended_stride_(padded(model.heads * model.head_dim)),
+      inner_stride_(padded(model.inner)),
+      widest_(std::max({model.hidden, model.inner, model.heads * model.head_dim})) {
+  scratch_.resize(pool.threads());
+  for (auto& scratch : scratch_) scratch.resize(attention_scratch(model.head_dim) + 64);
+}
+
+void Decoder::reserve(int64_t tokens) {
+  const auto grow = [tokens](std::vector<float>& buffer, int64_t stride) {
+    if (buffer.size() < static_cast<size_t>(tokens * stride + 64)) buffer.resize(tokens * stride + 64);
+  };
+  grow(hidden_, hidden_stride_);
+  grow(normed_, hidden_stride_);
+  grow(qkv_, qkv_stride_);
+  grow(attended_, attended_stride_);
+  grow(inner_, inner_stride_);
+  if (model_.format >= INT8 || model_.head_format >= INT8) {
+    const int64_t groups = ceil_div(widest_, GROUP);
+    grow(scales_, groups);
+    if (sums_.size() < static_cast<size_t>(tokens * groups)) sums_.resize(tokens * groups);
+    if (values_.size() < static_cast<size_t>(tokens * groups * GROUP + 64)) values_.resize(tokens * groups * GROUP + 64);
+  }
+}
+
+void Decoder::step(const Batch& batch) {
+  batch_ = batch;
+  reserve(std::max(batch.tokens, batch.logits_rows));
+  stages_.clear();
+  chunks_.clear();
+  plan_attention();
+  add_rows({EMBED}, batch.tokens, 16);
+  for (int64_t layer = 0; layer < batch.layers; ++layer) plan_layer(layer);
+  if (batch.logits_rows > 0) {
+    const float* hidden = aligned(hidden_);
+    Stage gather{GATHER};
+    gather.x = hidden;
+    add_rows(gather, batch.logits_rows, 8);
+    add_gemm(aligned(normed_), hidden_stride_, model_.hidden, model_.head, model_.vocab, nullptr, batch.out,
+             model_.vocab, batch.logits_rows, STORE, model_.head_format);
+  }
+  pool_.run(*this, chunks_);
+}
+
+void Decoder::add_rows(Stage stage, int64_t rows, int64_t rows_per_chunk) {
+  stage.rows = rows;
+  stage.rows_per_chunk = rows_per_chunk;
+  stages_.push_back(stage);
+  chunks_.push_back(static_cast<int>(ceil_div(rows, rows_per_chunk)));
+}
+
+void Decoder::add_norm(const float* x, const float* weight, int64_t rows) {
+  Stage stage{NORM};
+  stage.x = x;
+  stage.weight = weight;
+  add_rows(stage, rows, 8);
+}
+
+void Decoder::add_gemm(const float* x, int64_t x_stride, int64_t inner, const uint8_t* weights, int64_t columns,
+                       const float* bias, float* y, int64_t y_stride, int64_t rows, Epilogue epilogue,
+                       int64_t format) {
+  const QuantisedRows quantised{aligned(values_), scales_.data(), sums_.data()};
+  if (format == INT8 || format == INT4) {
+    Stage stage{QUANTISE};
+    stage.x = x;
+    stage.size = inner;
+    stage.stride = x_stride;
+    stage.gemm.quantised = quantised;
+    add_rows(stage, rows, 8);
+  }
+  Stage stage{GEMM};
+  stage.gemm = Gemm{x,       x_stride, quantised, weights,  static_cast<int32_t>(format), inner, columns, bias,
+                    y, y_stride, epilogue};
+  stage.rows = rows;
+  stage.row_chunks = ceil_div(rows, GEMM_ROWS);
+  stage.rows_per_chunk = ceil_div(rows, stage.row_chunks);
+  const int64_t count = panels(columns);
+  stage.panels_per_chunk = std::clamp<int64_t>(count / (pool_.threads() * 16), 1, MAX_PANELS_PER_CHUNK);
+  stages_.push_back(stage);
+  chunks_.push_back(static_cast<int>(stage.row_chunks * ceil_div(count, stage.panels_per_chunk)));
+}
+
+void Decoder::plan_layer(int64_t index) {
+  const Layer& layer = layers_[index];
+  const int64_t tokens = batch_.tokens, heads = model_.heads * model_.head_dim;
+  float *hidden = aligned(hidden_), *normed = aligned(normed_), *qkv = aligned(qkv_), *inner = aligned(inner_);
+  add_norm(hidden, layer.input_norm, tokens);
+  add_gemm(normed, hidden_stride_, model_.hidden, layer.qkv, heads + 2 * model_.kv_heads * model_.head_dim,
+           layer.qkv_bias, qkv, qkv_stride_, tokens, STORE, model_.format);
+  Stage rope{ROPE};
+  rope.layer = index;
+  add_rows(rope, tokens, 4);
+  Stage attend{ATTEND};
+  attend.layer = index;
+  add_rows(attend, static_cast<int64_t>(tasks_.size()), 1);
+  add_gemm(aligned(attended_), attended_stride_, heads, layer.output, model_.hidden, layer.output_bias, hidden,
+           hidden_stride_, tokens, ADD, model_.format);
+  add_norm(hidden, layer.post_norm, tokens);
+  add_gemm(normed, hidden_stride_, model_.hidden, layer.gate_up, 2 * model_.inner, layer.gate_up_bias, inner, inner_stride_,
+           tokens, GLU, model_.format);
+  add_gemm(inner, inner_stride_, model_.inner, layer.down, model_.hidden, layer.down_bias, hidden, hidden_stride_, tokens,
+           ADD, model_.format);
+}
+
+void Decoder::plan_attention() {
+  tasks_.clear();
+  const int64_t group = model_.heads / model_.kv_heads, most = std::max<int64_t>(1, ATTENTION_ROWS / group);
+  for (int64_t s = 0; s < batch_.sequences; ++s) {
+    const int64_t begin = batch_.sequence_begins[s], end = batch_.sequence_begins[s + 1];
+    const int64_t tiles = ceil_div(end - begin, most), height = tiles ? ceil_div(end - begin, tiles) : 0;
+    for (int64_t at = begin; at < end; at += height)
+      for (int64_t kv_head = 0; kv_head < model_.kv_heads; ++kv_head)
+        tasks_.push_back({batch_.block_tables + s * batch_.table_stride, static_cast<int32_t>(at),
+                          static_cast<int32_t>(std::min(at + height, end)), static_cast<int32_t>(kv_head)});
+  }
+  // The longest first: none is left to run alone at the end.
+  const auto cost = [this](const AttentionTask& task) {
+    return (batch_.positions[task.end - 1] + 1) * (task.end - task.begin);
+  };
+  std::stable_sort(tasks_.begin(), tasks_.end(),
+                   [&](const AttentionTask& a, const AttentionTask& b) { return cost(a) > cost(b); });
+}
+
+const uint8_t* Decoder::pool_of(int64_t layer, int64_t value) const {
+  const int64_t elements = batch_.num_blocks * batch_.block_size * model_.kv_heads * model_.head_dim;
+  return batch_.kv + (layer * 2 + value) * elements * (batch_.half_kv ? 2 : 4);
+}
+
+Rope Decoder::rope_of(int64_t index) const {
+  const Layer& layer = layers_[index];
+  Rope rope{};
+  rope.qkv = aligned(const_cast<std::vector<float>&>(qkv_));
+  rope.qkv_stride = qkv_stride_;
+  rope.cosines = layer.cosines;
+  rope.sines = layer.sines;
+  rope.positions = batch_.positions;
+  rope.slots = batch_.slots;
+  rope.q_norm = layer.q_norm;
+  rope.k_norm = layer.k_norm;
+  rope.epsilon = static_cast<float>(model_.epsilon);
+  rope.keys = const_cast<uint8_t*>(pool_of(index, 0));
+  rope.values = const_cast<uint8_t*>(pool_of(index, 1));
+  rope.half = batch_.half_kv != 0;
+  rope.heads = model_.heads;
+  rope.kv_heads = model_.kv_heads;
+  rope.head_dim = model_.head_dim;
+  return rope;
+}
+
+Attention Decoder::attention_of(int64_t index) const {
+  Attention attention{};
+  attention.qkv = aligned(const_cast<std::vector<float>&>(qkv_));
+  attention.qkv_stride = qkv_stride_;
+  attention.out = aligned(const_cast<std::vector<float>&>(attended_));
+  attention.out_stride = attended_stride_;
+  attention.positions = batch_.positions;
+  attention.keys = pool_of(index, 0);
+  attention.values = pool_of(index, 1);
+  attention.half = batch_.half_kv != 0;
+  attention.block_size = batch_.block_size;
+  attention.heads = model_.heads;
+  attention.kv_heads = model_.kv_heads;
+  attention.head_dim = model_.head_dim;
+  attention.window = layers_[index].window;
+  attention.scale = static_cast<float>(model_.scale);
+  return attention;
+}
+
+void Decoder::embed(int64_t begin, int64_t end) {
+  float* hidden = aligned(hidden_);
+  for (int64_t row = begin; row < end; ++row) {
+    float* to = hidden + row * hidden_stride_;
+    const int64_t first = batch_.token_ids[row] * model_.hidden;
+    if (!model_.half_embedding) {
+      std::memcpy(to, reinterpret_cast<const float*>(model_.embedding) + first, sizeof(float) * model_.hidden);
+      continue;
+    }
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(model_.embedding) + first;
+    for (int64_t i = 0; i < model_.hidden; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+      std::memcpy(to + i, &bits, 4);
+    }
+  }
+}
+
+void Decoder::run(int index, int chunk, int thread) {
+  const Stage& stage = stages_[index];
+  const int64_t row_chunk = stage.kind == GEMM ? chunk % stage.row_chunks : chunk;
+  const int64_t begin = row_chunk * stage.rows_per_chunk;
+  const int64_t end = std::min(begin + stage.rows_per_chunk, stage.rows);
+  const float epsilon = static_cast<float>(model_.epsilon);
+  float* normed = aligned(normed_);
+  switch (stage.kind) {
+    case EMBED: return embed(begin, end);
+    case NORM:
+      return kernels_.rms_norm(stage.x + begin * hidden_stride_, hidden_stride_, stage.weight, model_.hidden, epsilon,
+                               normed + begin * hidden_stride_, end - begin);
+    case QUANTISE: return kernels_.quantise(stage.x, stage.stride, stage.size, stage.gemm.quantised, begin, end);
+    case GEMM: {
+      const int64_t first = chunk / stage.row_chunks * stage.panels_per_chunk;
+      const int64_t last = std::min(first + stage.panels_per_chunk, panels(stage.gemm.columns));
+      return kernels_.gemm(stage.gemm, begin, end, first, last);
+    }
+    case ROPE: return kernels_.rope(rope_of(stage.layer), begin, end);
+    case ATTEND: return kernels_.attention(attention_of(stage.layer), tasks_[chunk], aligned(scratch_[thread]));
+    case GATHER:
+      for (int64_t row = begin; row < end; ++row)
+        kernels_.rms_norm(stage.x + batch_.logits[row] * hidden_stride_, hidden_stride_, model_.norm, model_.hidden,
+                          epsilon, normed + row * hidden_stride_, 1);
+  }
+}
+
+}  // namespace paceline

@@ -1,0 +1,128 @@
+// Products of a few rows of activations with packed panels of weights.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace {
+
+using namespace paceline;
+
+constexpr int VECTORS = PANEL / LANES;  // of one panel row
+
+// Rows whose sums fit in the registers beside a panel row.
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12;
+#elif defined(__AVX2__)
+constexpr int MAX_ROWS = 3;
+#elif defined(__aarch64__)
+constexpr int MAX_ROWS = 2;
+#else
+constexpr int MAX_ROWS = 1;
+#endif
+
+// Bytes of weights fetched ahead of their use: what memory delivers in the time of its latency.
+constexpr int64_t PREFETCH = 2048;
+
+template <class T>
+INLINE void load_row(const T* w, Vf (&b)[VECTORS]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; ++v) b[v] = load(w + v * LANES);
+}
+
+// y[r, 0:PANEL] += sum over k in order of x[r, k] * w[k, 0:PANEL]. Out of line: each height is compiled once.
+template <int ROWS, class T>
+__attribute__((noinline)) void tile(const float* x, int64_t x_stride, int64_t inner, const T* w, int64_t w_stride,
+                                    float* y, int64_t y_stride) {
+  Vf acc[ROWS][VECTORS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(y + r * y_stride + v * LANES);
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < inner; ++k, w += w_stride) {
+#pragma GCC unroll 2
+    for (size_t i = 0; i < PANEL * sizeof(T); i += 64)
+      __builtin_prefetch(reinterpret_cast<const uint8_t*>(w) + PREFETCH + i, 0, 2);
+    Vf b[VECTORS];
+    load_row(w, b);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const Vf a = splat(x[r * x_stride + k]);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) acc[r][v] += a * b[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) store(y + r * y_stride + v * LANES, acc[r][v]);
+}
+
+template <class T>
+using Tile = void (*)(const float*, int64_t, int64_t, const T*, int64_t, float*, int64_t);
+
+template <class T, int... N>
+constexpr auto tile_table(std::integer_sequence<int, N...>) {
+  return std::array<Tile<T>, sizeof...(N)>{tile<N + 1, T>...};
+}
+
+// Entry n - 1 takes n rows.
+template <class T>
+constexpr auto TILES = tile_table<T>(std::make_integer_sequence<int, MAX_ROWS>{});
+
+// Height of the next tile when `left` rows remain: tiles of nearly equal height, each at most `limit`.
+INLINE int64_t next_rows(int64_t left, int64_t limit) {
+  const int64_t tiles = (left + limit - 1) / limit;
+  return (left + tiles - 1) / tiles;
+}
+
+// y [rows, PANEL] += x [rows, inner] w [inner, PANEL].
+template <class T>
+INLINE void multiply(const float* x, int64_t x_stride, int64_t rows, int64_t inner, const T* w, int64_t w_stride,
+                     float* y, int64_t y_stride) {
+  for (int64_t row = 0, count; row < rows; row += count) {
+    count = next_rows(rows - row, MAX_ROWS);
+    TILES<T>[count - 1](x + row * x_stride, x_stride, inner, w, w_stride, y + row * y_stride, y_stride);
+  }
+}
+
+// From the sums of one panel [rows, PANEL] to y's rows [row, row + rows).
+INLINE void finish(const Gemm& g, int64_t row, int64_t rows, int64_t panel, const float* sums) {
+  const bool glu = g.epilogue == GLU;
+  const int64_t width = glu ? PANEL / 2 : PANEL, columns = glu ? g.columns / 2 : g.columns;
+  const int64_t first = panel * width, count = columns - first < width ? columns - first : width;
+  float bias[PANEL] = {};
+  if (g.bias) std::memcpy(bias, g.bias + first, sizeof(float) * count);
+  if (g.bias && glu) std::memcpy(bias + PANEL / 2, g.bias + columns + first, sizeof(float) * count);
+  for (int64_t r = 0; r < rows; ++r, sums += PANEL) {
+    float* y = g.y + (row + r) * g.y_stride + first;
+    float edge[PANEL] = {};
+    float* target = count == width ? y : edge;
+    if (g.epilogue == ADD && target == edge) std::memcpy(edge, y, sizeof(float) * count);
+    for (int64_t i = 0; i < width; i += LANES) {
+      Vf value = load(sums + i) + load(bias + i);
+      if (glu) value = silu(value) * (load(sums + i + PANEL / 2) + load(bias + i + PANEL / 2));
+      store(target + i, g.epilogue == ADD ? load(target + i) + value : value);
+    }
+    if (target == edge) std::memcpy(y, edge, sizeof(float) * count);
+  }
+}
+
+template <class T>
+void float_gemm(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    const T* w = reinterpret_cast<const T*>(g.weights) + panel * g.inner * PANEL;
+    for (int64_t row = row_begin, count; row < row_end; row += count) {
+      count = next_rows(row_end - row, MAX_ROWS);
+      float sums[MAX_ROWS * PANEL] = {};
+      TILES<T>[count - 1](g.x + row * g.x_stride, g.x_stride, g.inner, w, PANEL, sums, PANEL);
+      finish(g, row, count, panel, sums);
+    }
+  }
+}
+
+}  // namespace

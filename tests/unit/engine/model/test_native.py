@@ -1,0 +1,203 @@
+"""The compiled decoder computes what transformers does, whatever the batch, the paging and the instruction set."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline_engine.models.loader import default_cache_dir
+from paceline_engine.native.build import NativeBuildError, ensure_library, find_compiler
+from paceline_engine.native.decoder import NativeDecoder, unsupported
+from paceline_engine.native.library import ISA_VARIABLE, load_library
+
+MAX_TOKENS = 16
+GEOMETRIES = ["gqa-tied", "mha-untied", "mqa-wide-heads", "bias", "linear-rope", "llama3-rope", "qwen3-qk-norm"]
+VARIANTS = ["avx512", "avx2", "generic"]
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module")
+def library():
+    return load_library(ensure_library(default_cache_dir()))
+
+
+@pytest.fixture(scope="module")
+def native(library) -> Callable:
+    return partial(NativeDecoder, library, weight_format="float32", threads=2)
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request, library, monkeypatch) -> str:
+    if library.paceline_isa(request.param.encode()) is None:
+        pytest.skip(f"this CPU has no {request.param}")
+    monkeypatch.setenv(ISA_VARIABLE, request.param)
+    return request.param
+
+
+def run(loop, prompts, count=MAX_TOKENS):
+    for i, prompt in enumerate(prompts):
+        loop.add(str(i), prompt, count)
+    return loop.run()
+
+
+def reference(checkpoint, prompts, count=MAX_TOKENS):
+    return {str(i): checkpoint.reference_tokens(prompt, count) for i, prompt in enumerate(prompts)}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_greedy_equals_transformers_on_odd_sizes(checkpoints, new_loop, prompts_for, native, geometry, variant):
+    checkpoint = checkpoints(geometry)
+    prompts = prompts_for(4, checkpoint.config.vocab_size, seed=11, longest=30)
+    loop = new_loop(checkpoint, make_decoder=native)
+    assert run(loop, prompts) == reference(checkpoint, prompts)
+    assert loop.runner._decoder.isa == variant
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32])
+def test_any_block_size_and_nan_in_what_is_not_owned(tiny, new_loop, prompts_for, native, block_size):
+    prompts = prompts_for(5, tiny.config.vocab_size, seed=5, longest=40)
+    num_blocks = 400 // block_size
+    order = list(range(num_blocks))
+    random.Random(block_size).shuffle(order)
+    loop = new_loop(
+        tiny, num_blocks=num_blocks, block_size=block_size, max_model_len=90, order=order, make_decoder=native
+    )
+    kv, pool = loop.runner.kv, loop.scheduler.kv.pool
+
+    def poison():
+        kv.tensor[:, :, [block for block in range(num_blocks) if pool.ref_count(block) == 0]] = torch.nan
+        for request in loop.scheduler._running:
+            for index, block in enumerate(request.block_ids):
+                kv.tensor[:, :, block, max(0, request.num_computed_tokens - index * block_size) :] = torch.nan
+
+    loop.before_step = poison
+    assert run(loop, prompts) == reference(tiny, prompts)
+
+
+def logits_of(loop, prompts):
+    """Each request's logits rows, one a token, by its number."""
+    rows: dict[int, list[torch.Tensor]] = {i: [] for i in range(len(prompts))}
+    forward = loop.runner._decoder.forward
+
+    def recording(token_ids, positions, logits_rows, attention, deltas=None):
+        logits = forward(token_ids, positions, logits_rows, attention, deltas)
+        for item, row in zip(attention.batch.samplers, logits, strict=True):
+            rows[int(item.request_id)].append(row.clone())
+        return logits
+
+    loop.runner._decoder.forward = recording
+    run(loop, prompts)
+    return rows
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_logits_are_the_same_bits_in_any_batch_and_any_chunking(tiny, new_loop, prompts_for, native, chunk):
+    prompts = prompts_for(7, tiny.config.vocab_size, seed=2, longest=60)
+    together = logits_of(
+        new_loop(tiny, make_decoder=native, prefill_chunk_tokens=chunk, max_num_batched_tokens=80), prompts
+    )
+    for i, prompt in enumerate(prompts[:3]):
+        alone = logits_of(new_loop(tiny, make_decoder=native, prefill_chunk_tokens=96), [prompt])[0]
+        assert all(torch.equal(a, b) for a, b in zip(alone, together[i], strict=True))
+
+
+def test_any_number_of_threads_gives_the_same_bits(tiny, new_loop, prompts_for, library):
+    prompts = prompts_for(5, tiny.config.vocab_size, seed=8, longest=50)
+
+    def with_threads(count):
+        decoder = partial(NativeDecoder, library, weight_format="float32", threads=count)
+        return logits_of(new_loop(tiny, make_decoder=decoder), prompts)
+
+    one, five = with_threads(1), with_threads(5)
+    assert all(torch.equal(a, b) for i in one for a, b in zip(one[i], five[i], strict=True))
+
+
+def test_sliding_windows_and_layers_without_positions(build, tmp_path, new_loop, prompts_for, native):
+    geometry = {"model_type": "mistral", "sliding_window": 7, "attn_implementation": "eager"}
+    checkpoint = build(tmp_path / "mistral", geometry)
+    prompts = prompts_for(4, checkpoint.config.vocab_size, seed=4, longest=40)
+    assert run(new_loop(checkpoint, make_decoder=native), prompts) == reference(checkpoint, prompts)
+
+
+def test_bfloat16_weights_and_kv_stay_close_to_float32(tiny, new_loop, prompts_for, library, native):
+    prompts = prompts_for(3, tiny.config.vocab_size, seed=6, longest=30)
+    half = partial(NativeDecoder, library, weight_format="bfloat16", threads=2)
+    exact = logits_of(new_loop(tiny, make_decoder=native), prompts)
+    rounded = logits_of(new_loop(tiny, make_decoder=half, dtype=torch.bfloat16), prompts)
+    for i in range(len(prompts)):
+        assert torch.nn.functional.cosine_similarity(exact[i][0], rounded[i][0], dim=0) > 0.999
+
+
+@pytest.fixture(scope="module")
+def four_bit(checkpoints, tmp_path_factory, make_checkpoint):
+    """A checkpoint with matrices that 4 bits hold exactly, but for the head: integers of -8 to 7 times a power of 2."""
+    tiny = checkpoints("qwen3-qk-norm")
+    tensors = {name: tensor for path in tiny.files for name, tensor in load_file(path).items()}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and "layers" in name:
+            tensors[name] = torch.clamp((tensor * 16).round(), -8, 7) / 16
+            tensors[name][:, ::32] = -0.5
+    path = tmp_path_factory.mktemp("four-bit") / "model.safetensors"
+    save_file(tensors, path)
+    return make_checkpoint(tiny.config, [path], None)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_weights_give_what_the_rounded_weights_give_in_any_batch(
+    four_bit, new_loop, prompts_for, library, native, weights, variant
+):
+    prompts = prompts_for(4, four_bit.config.vocab_size, seed=6, longest=30)
+    quantised = partial(NativeDecoder, library, weight_format=weights, threads=2)
+    exact = logits_of(new_loop(four_bit, make_decoder=native), prompts)
+    together = logits_of(new_loop(four_bit, make_decoder=quantised), prompts)
+    for i, prompt in enumerate(prompts):
+        # What is left is the rounding of activations to 8 bits.
+        assert torch.nn.functional.cosine_similarity(exact[i][0], together[i][0], dim=0) > 0.995
+        alone = logits_of(new_loop(four_bit, make_decoder=quantised), [prompt])[0]
+        assert all(torch.equal(a, b) for a, b in zip(alone, together[i], strict=True))
+
+
+def test_nan_in_one_sequence_stays_there(tiny, new_loop, prompts_for, native):
+    prompts = prompts_for(5, tiny.config.vocab_size, seed=3, longest=30)
+    expected = reference(tiny, prompts)
+    loop = new_loop(tiny, make_decoder=native)
+    for i, prompt in enumerate(prompts):
+        loop.add(str(i), prompt, MAX_TOKENS)
+    while not all(loop.tokens.get(str(i)) for i in range(len(prompts))):
+        loop.step()
+    loop.runner.kv.tensor[1, 1, loop.scheduler._requests["3"].block_ids[0], 0] = torch.nan
+    loop.run()
+    assert loop.finished["3"].finish_reason == "error"
+    assert all(loop.tokens[str(i)] == expected[str(i)] for i in (0, 1, 2, 4))
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_the_kernels_see_it(tiny, new_loop, native):
+    loop = new_loop(tiny, make_decoder=native)
+    loop.add("0", [tiny.config.vocab_size], 1)
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        loop.step()
+
+
+def test_a_compiler_that_fails_is_one_line(tmp_path, monkeypatch):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'kernels.cpp:1: error: no such thing' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.delenv("PACELINE_NATIVE_DIR", raising=False)
+    with pytest.raises(NativeBuildError, match="no such thing"):
+        ensure_library(tmp_path / "cache")
+    assert list((tmp_path / "cache").rglob("*.so")) == []
+
+
+def test_architectures_beyond_the_kernels_are_named(tiny):
+    from dataclasses import replace
+
+    assert unsupported(tiny.config) is None
+    assert "soft caps" in str(unsupported(replace(tiny.config, logit_softcap=30.0)))
+    assert "gelu" in str(unsupported(replace(tiny.config, hidden_act="gelu_tanh")))
