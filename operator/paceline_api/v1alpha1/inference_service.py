@@ -170,14 +170,20 @@ class Resources(Part):
 class Speculative(Part):
     """Speculative decoding."""
 
-    method: SpeculativeMethod = Field(description="Who drafts.")
-    num_tokens: Annotated[str, StringConstraints(pattern=r"^(auto|[1-9][0-9]?)$", max_length=4)] | None = Field(
-        default=None, description="Draft tokens a step, or auto."
+    method: Annotated[SpeculativeMethod, Built(("none", "ngram"))] = Field(
+        description="Who drafts. ngram: what followed the latest tokens earlier in the same text."
     )
-    draft_source: LongText | None = Field(default=None, description="Weights of the draft model.")
-    acceptance: Acceptance | None = Field(default=None, description="exact keeps the target distribution.")
+    num_tokens: Annotated[str, StringConstraints(pattern=r"^(auto|[1-9]|[12][0-9]|3[0-2])$", max_length=4)] | None = (
+        Field(default=None, description="Draft tokens a step, 1 to 32, or auto: by what is accepted. Default: auto.")
+    )
+    draft_source: Annotated[LongText | None, Unbuilt("draft models")] = Field(
+        default=None, description="Weights of the draft model."
+    )
+    acceptance: Annotated[Acceptance | None, Built(("exact",))] = Field(
+        default=None, description="exact keeps the target distribution. Default: exact."
+    )
     traffic_classes: Annotated[dict[Text, bool], Field(max_length=32)] | None = Field(
-        default=None, description="Where speculation is on, by traffic class."
+        default=None, description="Where speculation is on, by traffic class. Default: everywhere."
     )
 
 
@@ -206,21 +212,15 @@ class EngineSpec(Part):
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=MODEL_LEN_MAX)] | None = Field(
         default=None, description="Token budget of one step. Default: 2048."
     )
-    batching: Annotated[Batching | None, Built(("continuous",))] = Field(
-        default=None, description="When a slot is refilled. Default: continuous."
-    )
+    batching: Batching | None = Field(default=None, description="When a slot is refilled. Default: continuous.")
     prefill_chunk_tokens: Annotated[int, Field(ge=16, le=MODEL_LEN_MAX)] | None = Field(
         default=None, description="Most prompt tokens of one sequence in one step. Default: 512."
     )
     block_size: Annotated[int, Field(ge=1, le=256)] | None = Field(
         default=None, description="Tokens in one KV block. Default: 16."
     )
-    prefix_index: Annotated[PrefixIndex | None, Unbuilt("prefix caching")] = Field(
-        default=None, description="Index of the prefix cache."
-    )
-    enable_prefix_caching: Annotated[bool | None, Unbuilt("prefix caching")] = Field(
-        default=None, description="Reuse KV of equal prefixes."
-    )
+    prefix_index: PrefixIndex | None = Field(default=None, description="Index of the prefix cache. Default: hash.")
+    enable_prefix_caching: bool | None = Field(default=None, description="Reuse KV of equal prefixes. Default: true.")
     gpu_memory_utilization: Annotated[Decimal2 | None, Unbuilt("the GPU backend")] = Field(
         default=None, description="Share of device memory for weights and KV."
     )
@@ -230,15 +230,13 @@ class EngineSpec(Part):
     kv_cache_dtype: Annotated[KvCacheDtype | None, Built(("auto",))] = Field(
         default=None, description="Element type of cached KV. Default: auto, the model's."
     )
-    quantization: Annotated[Quantization | None, Built(("none",))] = Field(
-        default=None, description="Weight quantisation at load. Default: none."
+    quantization: Quantization | None = Field(
+        default=None, description="Weight-only quantisation at load, a little less exact. Default: none."
     )
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] | None = Field(
         default=None, description="Devices one replica spans. This version has 1 only. Default: 1."
     )
-    speculative: Annotated[Speculative | None, Unbuilt("speculative decoding")] = Field(
-        default=None, description="Speculative decoding."
-    )
+    speculative: Speculative | None = Field(default=None, description="Speculative decoding. Default: none.")
     extra_args: (
         Annotated[list[Argument], Field(max_length=64, json_schema_extra={"x-kubernetes-list-type": "atomic"})] | None
     ) = Field(default=None, description="Appended to the engine's command line, such as --device=simulated.")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR
 from paceline_api.v1alpha1 import InferenceService, KVStore
-from paceline_api.v1alpha1.inference_service import EngineSpec
+from paceline_api.v1alpha1.inference_service import EngineSpec, Speculative
 from paceline_operator.planner.pods import literal, port_flags, token_flag
 
 _STORE_MEMORY = "--kv-store-memory"
@@ -82,5 +82,21 @@ def _tunable(engine: EngineSpec) -> list[str]:
         "prefill-chunk-tokens": engine.prefill_chunk_tokens or 512,
         "block-size": engine.block_size or 16,
         "kv-cache-memory": engine.kv_cache_memory or "256Mi",
+        "batching": engine.batching or "continuous",
+        "prefix-index": engine.prefix_index or "hash",
+        "quantization": engine.quantization or "none",
     }
-    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+    caching = "--enable-prefix-caching" if engine.enable_prefix_caching is not False else "--no-enable-prefix-caching"
+    given = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [*given, caching, *_speculation(engine.speculative)]
+
+
+def _speculation(speculative: Speculative | None) -> list[str]:
+    if speculative is None:
+        return ["--speculative-method=none"]
+    classes = sorted((speculative.traffic_classes or {}).items())
+    return [
+        f"--speculative-method={speculative.method}",
+        f"--speculative-num-tokens={speculative.num_tokens or 'auto'}",
+        *(literal(f"--speculative-traffic-class={name}={'on' if on else 'off'}") for name, on in classes),
+    ]

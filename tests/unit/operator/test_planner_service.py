@@ -93,6 +93,11 @@ def test_every_default_is_on_the_command_line():
         "--prefill-chunk-tokens=512",
         "--block-size=16",
         "--kv-cache-memory=256Mi",
+        "--batching=continuous",
+        "--prefix-index=hash",
+        "--quantization=none",
+        "--enable-prefix-caching",
+        "--speculative-method=none",
     ]
 
 
@@ -106,12 +111,24 @@ def test_every_default_is_on_the_command_line():
         ({"prefillChunkTokens": 64}, "--prefill-chunk-tokens=64"),
         ({"blockSize": 32}, "--block-size=32"),
         ({"kvCacheMemory": "1Gi"}, "--kv-cache-memory=1Gi"),
+        ({"batching": "static"}, "--batching=static"),
+        ({"prefixIndex": "radix"}, "--prefix-index=radix"),
+        ({"enablePrefixCaching": False}, "--no-enable-prefix-caching"),
+        ({"quantization": "int4"}, "--quantization=int4"),
+        ({"speculative": {"method": "ngram"}}, "--speculative-num-tokens=auto"),
+        ({"speculative": {"method": "ngram", "numTokens": "4"}}, "--speculative-num-tokens=4"),
         ({"extraArgs": ["--device=simulated"]}, "--device=simulated"),
     ],
 )
 def test_a_field_of_the_engine_becomes_one_flag(engine, flag):
     args = arguments(children(service(engine=engine))["Deployment"])
     assert [item for item in args if item.split("=")[0] == flag.split("=")[0]] == [flag]
+
+
+def test_each_traffic_class_becomes_a_flag_in_a_fixed_order():
+    speculative = {"method": "ngram", "trafficClasses": {"code": True, "chat": False}}
+    args = arguments(children(service(engine={"speculative": speculative}))["Deployment"])
+    assert args[-2:] == ["--speculative-traffic-class=chat=off", "--speculative-traffic-class=code=on"]
 
 
 def test_text_of_the_user_is_not_expanded_by_the_kubelet():
