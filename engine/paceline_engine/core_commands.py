@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from paceline_engine.backends.base import Backend
 from paceline_engine.core.scheduler import Scheduler
+from paceline_engine.core.step_log import Commanded, StepLog
 from paceline_engine.messages import Command, CommandResult, RequestOutput
 
 
@@ -43,9 +46,10 @@ class LoadsAdapters(Protocol):
 class Commands:
     """Carries commands out on one scheduler and its device."""
 
-    def __init__(self, scheduler: Scheduler, backend: Backend) -> None:
+    def __init__(self, scheduler: Scheduler, backend: Backend, log: StepLog) -> None:
         self._scheduler = scheduler
         self._backend = backend
+        self._log = log
 
     def run(self, command: Command, now: float) -> tuple[CommandResult, list[RequestOutput]]:
         """The command's answer, and the terminal outputs of requests that it ended."""
@@ -59,10 +63,11 @@ class Commands:
     def _run(self, name: str, arguments: Mapping[str, str], outputs: list[RequestOutput], now: float) -> dict[str, Any]:
         match name:
             case "reset_prefix_cache":
+                self._log.commanded(Commanded("reset_prefix_cache"))
                 self._scheduler.reset_prefix_cache()
                 return {"reset": True}
             case "sleep":
-                outputs += self._sleep(arguments.get("level", "1"))
+                outputs += self._sleep(arguments.get("level", "1"), now)
                 return {"asleep": True}
             case "wake":
                 self._wake()
@@ -72,10 +77,22 @@ class Commands:
             case "unload_adapter":
                 self._unload_adapter(_needed(arguments, "name"))
                 return {}
+            case "explain":
+                return self._explain(arguments, now)
             case _:
                 raise ValueError(f"the core knows no command {name!r}")
 
-    def _sleep(self, level: str) -> list[RequestOutput]:
+    def _explain(self, arguments: Mapping[str, str], now: float) -> dict[str, Any]:
+        """Why each waiting request waits; with log=true also the step log, for `core.step_log.replay`."""
+        values: dict[str, Any] = {
+            "num_running": self._scheduler.num_running,
+            "waiting": msgspec.to_builtins(self._scheduler.why_waiting(now)),
+        }
+        if arguments.get("log") == "true":
+            values["log"] = self._log.encoded()
+        return values
+
+    def _sleep(self, level: str, now: float) -> list[RequestOutput]:
         """Level 1 is refused while requests are live, level 2 ends them first."""
         if level not in ("1", "2"):
             raise ValueError(f"sleep level must be 1 or 2, not {level!r}")
@@ -84,9 +101,12 @@ class Commands:
         live = self._scheduler.num_running + self._scheduler.num_waiting
         if live and level == "1":
             raise ValueError(f"{live} requests are live; wait for them, or sleep at level 2, which ends them")
+        self._log.commanded(Commanded("sleep"))
         outputs = self._scheduler.sleep()
         # The device drops the rows of requests that were ended before it loses their blocks.
-        self._backend.execute(self._scheduler.schedule())
+        plan = self._scheduler.schedule(now)
+        self._log.stepped(now, plan, tuple(self._backend.execute(plan)), now)
+        self._scheduler.update(plan, (), now)
         if isinstance(self._backend, ReleasesKV):
             self._backend.release_kv()
         return outputs
@@ -95,21 +115,27 @@ class Commands:
         if self._scheduler.asleep:
             if isinstance(self._backend, ReleasesKV):
                 self._backend.allocate_kv()
+            self._log.commanded(Commanded("wake"))
             self._scheduler.wake()
 
     def _load_adapter(self, name: str, path: str) -> str:
         if not isinstance(self._backend, LoadsAdapters):
             raise ValueError("this device runs no LoRA adapters")
-        self._scheduler.remove_adapter(name)  # A live request must not change weights halfway.
+        self._remove_adapter(name)  # A live request must not change weights halfway.
         digest = self._backend.load_adapter(name, path)
+        self._log.commanded(Commanded("set_adapter", name, digest))
         self._scheduler.set_adapter(name, digest)
         return digest
 
     def _unload_adapter(self, name: str) -> None:
         if not isinstance(self._backend, LoadsAdapters):
             raise ValueError("this device runs no LoRA adapters")
-        self._scheduler.remove_adapter(name)
+        self._remove_adapter(name)
         self._backend.unload_adapter(name)
+
+    def _remove_adapter(self, name: str) -> None:
+        self._scheduler.remove_adapter(name)
+        self._log.commanded(Commanded("remove_adapter", name))
 
 
 def _needed(arguments: Mapping[str, str], name: str) -> str:

@@ -25,6 +25,7 @@ import zmq
 
 from paceline_engine.backends.base import HasCounters
 from paceline_engine.config import EngineConfig
+from paceline_engine.core.step_log import RecordingStore, StepLog
 from paceline_engine.core_commands import Commands
 from paceline_engine.core_setup import Core, build_core
 from paceline_engine.messages import (
@@ -64,7 +65,9 @@ class CoreLoop:
     ) -> None:
         self._scheduler = core.scheduler
         self._backend = core.backend
-        self._commands = Commands(core.scheduler, core.backend)
+        store = core.scheduler.kv.store
+        self._log = StepLog(core.scheduler, store if isinstance(store, RecordingStore) else None)
+        self._commands = Commands(core.scheduler, core.backend, self._log)
         self._receive = receive
         self._send = send
         self._clock = clock
@@ -77,6 +80,7 @@ class CoreLoop:
         """Step until Shutdown; requests that live then end with "abort"."""
         cache = self._scheduler.kv.cache
         while not self._stopping:
+            self._log.begin()
             outputs, results = self._drain(self._wait_seconds())
             if self._stopping:
                 outputs += self._scheduler.abort_all()
@@ -118,8 +122,11 @@ class CoreLoop:
                 results.append(result)
                 outputs += ended
             case AddRequest():
-                answer = self._scheduler.add(message, self._clock())
+                now = self._clock()
+                self._log.added(message, now)
+                answer = self._scheduler.add(message, now)
             case AbortRequest():
+                self._log.aborted(message.request_id)
                 answer = self._scheduler.abort(message.request_id)
             case Shutdown():
                 self._stopping = True
@@ -129,8 +136,9 @@ class CoreLoop:
     def _step(self) -> list[RequestOutput]:
         begin = self._clock()
         plan = self._scheduler.schedule(begin)
-        results = self._backend.execute(plan)
+        results = tuple(self._backend.execute(plan))
         end = self._clock()
+        self._log.stepped(begin, plan, results, end)
         outputs = self._scheduler.update(plan, results, end)
         self._num_steps += 1
         self._num_scheduled_tokens += plan.num_tokens

@@ -15,6 +15,7 @@ from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.core.spec import SpeculationConfig
+from paceline_engine.core.step_log import RecordingStore
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import LoadedModel, load_model_dir
 
@@ -107,6 +108,7 @@ def build_core(config: EngineConfig) -> Core:
         max_model_len=max_model_len,
         namespace_digest=digest,
     )
+    store = RecordingStore(backend.kv_store) if backend.kv_store is not None else None
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, config.block_size, config.prefix_index) if config.enable_prefix_caching else None
     scheduler = Scheduler(
@@ -121,7 +123,7 @@ def build_core(config: EngineConfig) -> Core:
             batching=config.batching,
             batch_wait_s=config.batch_wait_ms / 1000.0,
         ),
-        KVManager(pool, config.block_size, backend.kv_store, cache),
+        KVManager(pool, config.block_size, store, cache),
         loaded.config.eos_token_ids,
         speculation(config, backend),
     )

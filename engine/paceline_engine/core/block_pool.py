@@ -173,6 +173,30 @@ class BlockPool:
         """How many holders a block has."""
         return self._blocks[block_id].ref_count
 
+    def free_order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids of free blocks in the order in which they would be handed out: unmarked ones, then marked ones."""
+        return tuple(self._free.block_ids()), tuple(self._free_cached.block_ids())
+
+    @classmethod
+    def restored(
+        cls,
+        num_blocks: int,
+        free: Sequence[int],
+        free_cached: Sequence[int],
+        held: Iterable[int],
+        marked: Iterable[int],
+    ) -> BlockPool:
+        """A pool with these free blocks, in order. `held` has a block once a holder, `marked` all that can be found."""
+        pool = cls(num_blocks)
+        pool._free = FreeList(())
+        for block_id in held:
+            pool._blocks[block_id].ref_count += 1
+        for block_id in marked:
+            pool._blocks[block_id].cached = True
+        for block_id in (*free, *free_cached):
+            pool._list_of(pool._blocks[block_id]).append(pool._blocks[block_id])
+        return pool
+
     def check_integrity(self) -> None:
         """Raise BlockPoolError unless free + cached + held = total and each unheld block is in its list once."""
         held = sum(1 for block in self._blocks if block.ref_count > 0)

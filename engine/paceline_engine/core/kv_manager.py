@@ -87,6 +87,11 @@ class KVManager:
             raise BlockPoolError(f"no blocks for request {request.request_id}, although they were counted")
         return block_ids
 
+    @property
+    def store(self) -> SequenceStore | None:
+        """Where preempted requests' KV goes."""
+        return self._store
+
     def find_cached(self, request: Request) -> list[int]:
         """Cached blocks with the request's leading tokens.
 

@@ -9,6 +9,7 @@ blocks. Imports neither tensors nor I/O.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from paceline_api.identity import block_hash
@@ -162,6 +163,16 @@ class PrefixCache:
         self._num_events_taken += len(events)
         self._events = []
         return events
+
+    def entries(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
+        """Block ids by hash, the copy that a hit takes first."""
+        return tuple((key, tuple(copies)) for key, copies in self._blocks_of.items())
+
+    def restore(self, entries: Iterable[tuple[bytes, Sequence[int]]]) -> None:
+        """Know these blocks, which the pool has marked; for an empty cache with the hash index."""
+        for key, copies in entries:
+            self._blocks_of[key] = list(copies)
+            self._hash_of.update(dict.fromkeys(copies, key))
 
     def check_integrity(self) -> None:
         """Raise BlockPoolError unless the books agree with one another and with the pool's marks."""

@@ -22,15 +22,17 @@ from paceline_engine.core.admission import (
     why_too_late,
 )
 from paceline_engine.core.batching import BatchGate
-from paceline_engine.core.block_pool import BlockPoolError
+from paceline_engine.core.block_pool import BlockPool, BlockPoolError
 from paceline_engine.core.deadlines import DeadlineQueue, missed_text
-from paceline_engine.core.kv_manager import KVManager
+from paceline_engine.core.kv_manager import KVManager, SequenceStore
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.ranked import RankedRequests
 from paceline_engine.core.request import Request, RequestStatus
 from paceline_engine.core.results import output_of, problem_with, take_prompt_logprobs
 from paceline_engine.core.spec import SpeculationConfig, SpeculationPolicy
 from paceline_engine.core.speed import StepSpeed
+from paceline_engine.core.state import SchedulerState, request_from_state, request_to_state
 from paceline_engine.core.waiting import Reason, Waiting, explain
 from paceline_engine.messages import AddRequest, ErrorKind, RequestOutput
 
@@ -424,6 +426,58 @@ class Scheduler:
     def why_waiting(self, now: float = 0.0) -> list[Waiting]:
         """For each waiting request, next one first: what is missing, as of the last step."""
         return explain(self._waiting, *self._holdup, now)
+
+    def state(self) -> SchedulerState:
+        """All that decisions depend on; between two steps only."""
+        cache = self.kv.cache
+        free, free_cached = self.kv.pool.free_order()
+        return SchedulerState(
+            config=self.config,
+            speculation=self.speculation.config,
+            eos_token_ids=tuple(sorted(self._eos_token_ids)),
+            block_size=self.kv.block_size,
+            num_blocks=self.kv.pool.num_blocks,
+            has_cache=cache is not None,
+            has_store=self.kv.store is not None,
+            asleep=self.asleep,
+            adapters=dict(self._adapters),
+            num_arrivals=self._num_arrivals,
+            released=tuple(self._released),
+            requests=tuple(map(request_to_state, self._requests.values())),
+            free_block_ids=free,
+            cached_block_ids=free_cached,
+            blocks_of=cache.entries() if cache is not None else (),
+            speed=self.speed.sums(),
+            guess_cost=self.speculation.guess_cost,
+            classes=self.speculation.records(),
+            batch_newest_arrival=self._gate.newest_arrival,
+            batch_num_places=self._gate.num_places,
+        )
+
+    @classmethod
+    def from_state(cls, state: SchedulerState, store: SequenceStore | None = None) -> Scheduler:
+        """A scheduler that decides as the one that gave `state` will. `store` is used if that one had a store."""
+        requests = [request_from_state(entry) for entry in state.requests]
+        held = [block_id for request in requests for block_id in request.block_ids]
+        marked = [block_id for _, copies in state.blocks_of for block_id in copies]
+        pool = BlockPool.restored(state.num_blocks, state.free_block_ids, state.cached_block_ids, held, marked)
+        cache = PrefixCache(pool, state.block_size) if state.has_cache else None
+        if cache is not None:
+            cache.restore(state.blocks_of)
+        kv = KVManager(pool, state.block_size, store if state.has_store else None, cache)
+        made = cls(state.config, kv, state.eos_token_ids, state.speculation)
+        made.asleep = state.asleep
+        made._adapters = dict(state.adapters)
+        made._num_arrivals = state.num_arrivals
+        made._released = list(state.released)
+        made.speed.restore(state.speed)
+        made.speculation.restore(state.guess_cost, state.classes)
+        made._gate.newest_arrival, made._gate.num_places = state.batch_newest_arrival, state.batch_num_places
+        for request in requests:
+            made._requests[request.request_id] = request
+            (made._running if request.status is RequestStatus.RUNNING else made._waiting).add(request)
+            made._deadlines.add(request)
+        return made
 
     def check_integrity(self) -> None:
         """Raise unless every live request is in exactly one queue and the block books balance."""

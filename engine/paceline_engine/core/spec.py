@@ -7,6 +7,7 @@ speculation would lose time it is off, and tried again now and then. Imports nei
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,6 +59,16 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"n-gram lengths must be 1 <= min <= max, not {self.min_n} and {self.max_n}")
 
 
+class ClassRecord(msgspec.Struct, frozen=True):
+    """What one traffic class's guesses came to, as plain data."""
+
+    traffic_class: str
+    kept: float
+    tried: float
+    idle_asks: int
+    probes_left: int
+
+
 @dataclass(slots=True)
 class _ClassRecord:
     """What one traffic class's guesses came to. `kept` and `tried` fade, so that they follow the traffic."""
@@ -93,7 +104,8 @@ class SpeculationPolicy:
         self.counters = SpeculationCounters()
         self._switched = dict(config.traffic_classes)
         self._records: dict[str, _ClassRecord] = {}
-        self._cost = config.draft_cost
+        # Of one guess more in each sequence, over a step without.
+        self.guess_cost = config.draft_cost
 
     @property
     def is_on(self) -> bool:
@@ -125,7 +137,7 @@ class SpeculationPolicy:
 
     def set_verification_cost(self, share: float) -> None:
         """Extra time of a step when each of its sequences verifies one guess more, over the step's time without."""
-        self._cost = self.config.draft_cost + max(0.0, share)
+        self.guess_cost = self.config.draft_cost + max(0.0, share)
 
     def acceptance(self, traffic_class: str) -> float:
         """Measured share of guesses kept, of those whose predecessors were kept."""
@@ -137,8 +149,8 @@ class SpeculationPolicy:
         acceptance = self.acceptance(traffic_class)
         fixed = self.config.num_tokens
         lengths = range(1, self.config.max_tokens + 1) if fixed is None else (fixed,)
-        best = max(lengths, key=lambda length: speedup(acceptance, length, self._cost))
-        return best, speedup(acceptance, best, self._cost)
+        best = max(lengths, key=lambda length: speedup(acceptance, length, self.guess_cost))
+        return best, speedup(acceptance, best, self.guess_cost)
 
     def num_wanted(self, traffic_class: str) -> int:
         """Guesses to make for the next step of a request of this class; 0 while its gain is below 1."""
@@ -173,6 +185,20 @@ class SpeculationPolicy:
         record = self._record(traffic_class)
         record.kept = record.kept * self.FADE + num_kept
         record.tried = record.tried * self.FADE + num_kept + (num_kept < num_guesses)
+
+    def records(self) -> tuple[ClassRecord, ...]:
+        """What each traffic class's guesses came to; with `guess_cost`, what lengths depend on."""
+        return tuple(
+            ClassRecord(name, record.kept, record.tried, record.idle_asks, record.probes_left)
+            for name, record in self._records.items()
+        )
+
+    def restore(self, guess_cost: float, records: Iterable[ClassRecord]) -> None:
+        """Go on from earlier measurements."""
+        self.guess_cost = guess_cost
+        for entry in records:
+            record = _ClassRecord(entry.kept, entry.tried, entry.idle_asks, entry.probes_left)
+            self._records[entry.traffic_class] = record
 
     def _record(self, traffic_class: str) -> _ClassRecord:
         record = self._records.get(traffic_class)

@@ -6,6 +6,8 @@ fading, so that the figures follow the load of the machine. Takes durations; rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 FADE = 0.98
 # Steps with at least this share and number of prompt tokens measure prefill; a short prompt's step is mostly alpha.
 PREFILL_SHARE = 0.5
@@ -41,6 +43,16 @@ class StepSpeed:
             measured, known = num_tokens / seconds, self.prefill_tokens_per_second
             share = PREFILL_FADE if known > 0.0 else 0.0
             self.prefill_tokens_per_second = known * share + measured * (1.0 - share)
+
+    def sums(self) -> tuple[float, ...]:
+        """The fit's state; what `restore` takes."""
+        fit = (self._weight, self._tokens, self._seconds, self._tokens_squared, self._tokens_seconds)
+        return (*fit, self.prefill_tokens_per_second)
+
+    def restore(self, sums: Sequence[float]) -> None:
+        """Go on from an earlier fit."""
+        self._weight, self._tokens, self._seconds, self._tokens_squared, self._tokens_seconds = sums[:5]
+        self.prefill_tokens_per_second = sums[5]
 
     @property
     def beta(self) -> float:

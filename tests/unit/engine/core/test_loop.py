@@ -12,6 +12,7 @@ from driver import make, request
 from paceline_engine.backends.simulated import SimulatedBackend
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.spec import SpeculationConfig
+from paceline_engine.core.step_log import decoded, replay
 from paceline_engine.core_process import CoreLoop
 from paceline_engine.core_setup import Core
 from paceline_engine.messages import (
@@ -195,6 +196,26 @@ def test_adapters_come_and_go():
 def test_a_device_without_adapters_says_so():
     run = Run(make(), [[command("load_adapter", name="x", path="p")]])
     assert run.results["1"].error == "this device runs no LoRA adapters"
+
+
+def test_the_core_explains_itself_and_its_log_replays():
+    scheduler = make(seqs=1, cache="radix", speculation=SpeculationConfig(method="ngram", min_n=1))
+    run = Run(
+        scheduler,
+        [
+            [request("a", PROMPT, 9), request("b", PROMPT, 9)],
+            [command("explain", "1")],
+            [command("sleep", "2", level="2"), command("wake", "3"), request("c", PROMPT, 5)],
+            [],
+            [command("explain", "4", log="true")],
+        ],
+    )
+    (waiting,) = run.results["1"].values["waiting"]
+    assert (waiting["request_id"], waiting["reason"], waiting["missing"]) == ("b", "seqs", 1)
+    assert run.results["1"].values["num_running"] == 1
+    (segment,) = decoded(run.results["4"].values["log"])
+    assert len(segment.entries) > 6
+    assert replay(segment) is None
 
 
 def test_a_batch_that_fills_is_waited_for_not_polled():

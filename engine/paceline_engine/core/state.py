@@ -1,0 +1,68 @@
+"""Everything that a scheduler's decisions depend on, as plain data between two steps.
+
+A log of decisions is bounded, so it can't begin where the engine began; it begins with this. Restoring gives a
+scheduler that decides as the first one will, whatever device it is driven with. Imports neither tensors nor I/O.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_type_hints
+
+import msgspec
+
+from paceline_engine.core.admission import SchedulerConfig
+from paceline_engine.core.request import Request
+from paceline_engine.core.spec import ClassRecord, SpeculationConfig
+
+# Derived from the tokens, and made again when it is asked for.
+_DERIVED = {"ngrams"}
+_HINTS = get_type_hints(Request)
+
+RequestState: Any = msgspec.defstruct(
+    "RequestState",
+    [(field.name, _HINTS[field.name]) for field in dataclasses.fields(Request) if field.name not in _DERIVED],
+    frozen=True,
+    kw_only=True,
+)
+
+
+class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A scheduler between two steps.
+
+    requests are in the order of arrival here; free_block_ids and cached_block_ids in the order in which they will be
+    handed out. blocks_of: block ids by hash, the copy that a hit takes first. speed: the sums of the fit, prefill last.
+    """
+
+    config: SchedulerConfig
+    speculation: SpeculationConfig
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    has_cache: bool
+    has_store: bool
+    asleep: bool
+    adapters: dict[str, str]
+    num_arrivals: int
+    released: tuple[str, ...]
+    requests: tuple[dict[str, Any], ...]
+    free_block_ids: tuple[int, ...]
+    cached_block_ids: tuple[int, ...]
+    blocks_of: tuple[tuple[bytes, tuple[int, ...]], ...]
+    speed: tuple[float, ...]
+    guess_cost: float
+    classes: tuple[ClassRecord, ...]
+    batch_newest_arrival: int
+    batch_num_places: int
+
+
+def request_to_state(request: Request) -> dict[str, Any]:
+    """A request's fields as plain data that MessagePack can carry."""
+    names = [field.name for field in dataclasses.fields(Request) if field.name not in _DERIVED]
+    return msgspec.to_builtins({name: getattr(request, name) for name in names}, builtin_types=(bytes,))
+
+
+def request_from_state(state: dict[str, Any]) -> Request:
+    """The request again."""
+    fields = msgspec.convert(state, RequestState, builtin_types=(bytes,))
+    return Request(**{name: getattr(fields, name) for name in RequestState.__struct_fields__})

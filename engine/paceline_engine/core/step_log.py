@@ -1,0 +1,216 @@
+"""A bounded log of what a scheduler was told and decided, and its replay without a model.
+
+A segment begins with the scheduler's whole state, so however long the engine has run, the log is complete in itself:
+`replay` drives a scheduler made from that state through the same calls and compares each plan. Two segments are kept,
+so that at least one whole one is there when the newer has just begun. Imports neither tensors nor I/O.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+import msgspec
+
+from paceline_engine.core.kv_manager import SequenceStore
+from paceline_engine.core.outputs import StepPlan, StepResult
+from paceline_engine.core.request import Request
+from paceline_engine.core.scheduler import Scheduler
+from paceline_engine.core.state import SchedulerState
+from paceline_engine.messages import AddRequest
+
+# Of one segment: tokens in its plans and prompts, and ENTRY_WEIGHT for each request in a plan. About 8 MB.
+MAX_WEIGHT = 400_000
+ENTRY_WEIGHT = 16
+
+
+class Added(msgspec.Struct, frozen=True, tag="add"):
+    """A request arrived."""
+
+    message: AddRequest
+    now: float
+
+
+class Aborted(msgspec.Struct, frozen=True, tag="abort"):
+    """A request was ended from outside."""
+
+    request_id: str
+
+
+class Commanded(msgspec.Struct, frozen=True, tag="command"):
+    """Something changed between two steps. name and value: of an adapter."""
+
+    what: Literal["reset_prefix_cache", "sleep", "wake", "set_adapter", "remove_adapter"]
+    name: str = ""
+    value: str = ""
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="step"):
+    """A step: when it was planned, the plan, what the store answered meanwhile, the device's results and their time."""
+
+    now: float
+    plan: StepPlan
+    stored: tuple[int, ...]
+    results: tuple[StepResult, ...]
+    end: float
+
+
+Entry = Added | Aborted | Commanded | Stepped
+
+
+class Segment(msgspec.Struct, kw_only=True):
+    """A state and everything that happened since, oldest first."""
+
+    state: SchedulerState
+    entries: list[Entry] = []
+    weight: int = 0
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The first step of a segment that a replay planned otherwise."""
+
+    step: int
+    recorded: StepPlan
+    replayed: StepPlan
+
+
+class RecordingStore:
+    """A store whose answers are noted, since a replay has no KV to ask about."""
+
+    def __init__(self, store: SequenceStore) -> None:
+        self._store = store
+        self._answers: list[int] = []
+
+    def save(self, request: Request) -> int:
+        """As the store."""
+        self._answers.append(self._store.save(request))
+        return self._answers[-1]
+
+    def load(self, request: Request, num_tokens: int, start: int = 0) -> int:
+        """As the store."""
+        self._answers.append(self._store.load(request, num_tokens, start))
+        return self._answers[-1]
+
+    def drop(self, request: Request) -> None:
+        """As the store."""
+        self._store.drop(request)
+
+    def clear(self) -> None:
+        """As the store."""
+        self._store.clear()
+
+    def take_answers(self) -> tuple[int, ...]:
+        """What `save` and `load` returned since the last call, in order."""
+        answers, self._answers = tuple(self._answers), []
+        return answers
+
+
+class _Answers:
+    """A store that gives a recording's answers again."""
+
+    def __init__(self) -> None:
+        self.answers: deque[int] = deque()
+
+    def save(self, request: Request) -> int:
+        return self.answers.popleft() if self.answers else 0
+
+    def load(self, request: Request, num_tokens: int, start: int = 0) -> int:
+        return self.answers.popleft() if self.answers else 0
+
+    def drop(self, request: Request) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+class StepLog:
+    """The last one to two segments. Call `begin` before each round of messages and step, then one method an event."""
+
+    def __init__(self, scheduler: Scheduler, store: RecordingStore | None = None, max_weight: int = MAX_WEIGHT) -> None:
+        self._scheduler = scheduler
+        self._store = store
+        self._max_weight = max_weight
+        self._segments: deque[Segment] = deque(maxlen=2)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Older first."""
+        return tuple(self._segments)
+
+    def begin(self) -> None:
+        """Between two steps: begin a new segment if the last is full."""
+        if not self._segments or self._segments[-1].weight >= self._max_weight:
+            self._segments.append(Segment(state=self._scheduler.state(), entries=[]))
+
+    def _note(self, entry: Entry, weight: int) -> None:
+        self._segments[-1].entries.append(entry)
+        self._segments[-1].weight += weight
+
+    def added(self, message: AddRequest, now: float) -> None:
+        """A request arrived."""
+        self._note(Added(message, now), ENTRY_WEIGHT + len(message.prompt_token_ids))
+
+    def aborted(self, request_id: str) -> None:
+        """A request was ended from outside."""
+        self._note(Aborted(request_id), ENTRY_WEIGHT)
+
+    def commanded(self, command: Commanded) -> None:
+        """Something changed between two steps."""
+        self._note(command, ENTRY_WEIGHT)
+
+    def stepped(self, now: float, plan: StepPlan, results: tuple[StepResult, ...], end: float) -> None:
+        """A step was made."""
+        stored = self._store.take_answers() if self._store is not None else ()
+        weight = ENTRY_WEIGHT * (1 + len(plan.scheduled)) + plan.num_tokens
+        weight += sum(len(admitted.token_ids) for admitted in plan.admitted)
+        self._note(Stepped(now, plan, stored, results, end), weight)
+
+    def encoded(self) -> bytes:
+        """The segments as MessagePack, for `decoded`."""
+        return msgspec.msgpack.encode(self.segments)
+
+
+def decoded(log: bytes) -> list[Segment]:
+    """Segments of an encoded log. Raises ValueError if it isn't one."""
+    try:
+        return msgspec.msgpack.decode(log, type=list[Segment])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a step log of this version: {error}") from error
+
+
+def replay(segment: Segment) -> Difference | None:
+    """Drive a scheduler through a segment; the first plan that isn't the recorded one, or None."""
+    store = _Answers()
+    scheduler = Scheduler.from_state(segment.state, store)
+    num_steps = 0
+    for entry in segment.entries:
+        match entry:
+            case Added():
+                scheduler.add(entry.message, entry.now)
+            case Aborted():
+                scheduler.abort(entry.request_id)
+            case Commanded():
+                _repeat(scheduler, entry)
+            case Stepped():
+                store.answers = deque(entry.stored)
+                plan = scheduler.schedule(entry.now)
+                if plan != entry.plan:
+                    return Difference(step=num_steps, recorded=entry.plan, replayed=plan)
+                scheduler.update(plan, entry.results, entry.end)
+                num_steps += 1
+    return None
+
+
+def _repeat(scheduler: Scheduler, command: Commanded) -> None:
+    match command.what:
+        case "reset_prefix_cache":
+            scheduler.reset_prefix_cache()
+        case "sleep":
+            scheduler.sleep()
+        case "wake":
+            scheduler.wake()
+        case "set_adapter":
+            scheduler.set_adapter(command.name, command.value)
+        case "remove_adapter":
+            scheduler.remove_adapter(command.name)

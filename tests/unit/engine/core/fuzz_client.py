@@ -1,0 +1,168 @@
+"""Random requests, aborts and commands for a random scheduler, and the ledger that tells whether it did right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fuzz_device import Device, Memory, MemoryStore
+
+from paceline_engine.core.block_pool import BlockPool
+from paceline_engine.core.kv_manager import KVManager
+from paceline_engine.core.outputs import StepPlan
+from paceline_engine.core.prefix_cache import PrefixCache
+from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
+from paceline_engine.core.spec import SpeculationConfig
+from paceline_engine.core.step_log import Commanded, RecordingStore, StepLog
+from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
+
+EOS = 0
+
+
+@dataclass
+class Client:
+    """Sends requests and aborts, and keeps the ledger of what came back. Its clock ticks once a step."""
+
+    rng: random.Random
+    scheduler: Scheduler
+    device: Device
+    store: MemoryStore | None = None
+    log: StepLog | None = None
+    now: float = 0.0
+    started: dict[str, AddRequest] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    delivered: dict[str, list[int]] = field(default_factory=dict)
+
+    def take(self, output: RequestOutput | None) -> None:
+        if output is None:
+            return
+        name = output.request_id
+        assert name in self.started
+        assert name not in self.ended, "an output after the terminal one"
+        first = bool(output.new_token_ids) and name not in self.delivered
+        if first and self.started[name].sampling.prompt_logprobs is not None:
+            assert len(output.prompt_logprobs) == len(self.started[name].prompt_token_ids)
+        else:
+            assert not output.prompt_logprobs
+        self.delivered.setdefault(name, []).extend(output.new_token_ids)
+        assert output.num_cached_tokens < max(1, len(self.started[name].prompt_token_ids))
+        if output.finish_reason is not None:
+            if output.error_kind == "internal":
+                assert output.error == "not finite", "an error that the device didn't make"
+            self.ended[name] = output.finish_reason
+            self._check_end(name, output.finish_reason)
+
+    def _check_end(self, name: str, reason: str) -> None:
+        sampling, tokens = self.started[name].sampling, self.delivered[name]
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        assert len(tokens) <= max(0, sampling.max_tokens)
+        early = [i for i, token in enumerate(tokens) if token in stops and i >= sampling.min_tokens]
+        assert early == ([len(tokens) - 1] if reason == "stop" else []), "an output goes on behind its end"
+        if reason == "length":
+            whole = len(self.started[name].prompt_token_ids) + len(tokens)
+            assert len(tokens) == sampling.max_tokens or whole == self.scheduler.config.max_model_len
+
+    def add(self) -> None:
+        rng, name = self.rng, str(len(self.started))
+        trunk = (1, 2, 3, 1, 2, 3, 4, 5, 1, 2, 3, 4) * 4
+        prompt = trunk[: rng.choice((0, 4, 9, 16, 30))] + tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 12)))
+        sampling = SamplingParams(
+            max_tokens=rng.randint(0, 30),
+            ignore_eos=rng.random() < 0.5,
+            min_tokens=rng.choice((0, 0, 3)),
+            stop_token_ids=rng.choice(((), (5,))),
+            prompt_logprobs=0 if rng.random() < 0.1 else None,
+        )
+        message = AddRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            salt=rng.choice(("", "", "tenant")),
+            adapter=rng.choice((None, None, "style", "unknown")) if rng.random() < 0.3 else None,
+            priority=rng.choice((0, 0, 0, -1, 3)),
+            ttft_s=rng.choice((None, None, None, 0.0, 3.0, 20.0)),
+            e2e_s=rng.choice((None, None, None, 5.0, 30.0)),
+            traffic_class=rng.choice(("", "chat")),
+        )
+        self.started[name] = message
+        self.device.announce(message)
+        if self.log is not None:
+            self.log.added(message, self.now)
+        self.take(self.scheduler.add(message, self.now))
+
+    def disturb(self) -> None:
+        """Something that is no step: an abort, a reset, a nap."""
+        what = self.rng.random()
+        if what < 0.8 and self.started:
+            self.abort()
+        elif what < 0.95:
+            self.command("reset_prefix_cache")
+            self.scheduler.reset_prefix_cache()
+        else:
+            self.command("sleep")
+            for output in self.scheduler.sleep():
+                self.take(output)
+            self.command("wake")
+            self.scheduler.wake()
+
+    def abort(self) -> None:
+        name = self.rng.choice(sorted(self.started))
+        if self.log is not None:
+            self.log.aborted(name)
+        self.take(self.scheduler.abort(name))
+
+    def command(self, what: Literal["reset_prefix_cache", "sleep", "wake"]) -> None:
+        if self.log is not None:
+            self.log.commanded(Commanded(what))
+
+    def step(self) -> StepPlan:
+        if self.log is not None:
+            self.log.begin()
+        num_preemptions = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule(self.now)
+        config = self.scheduler.config
+        if self.scheduler.num_preemptions > num_preemptions:
+            assert not plan.admitted, "let in where somebody was just thrown out"
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert len(plan.scheduled) <= config.max_num_seqs
+        assert all(1 <= item.num_tokens <= config.prefill_chunk_tokens for item in plan.scheduled)
+        results = self.device.execute(plan)
+        if self.log is not None:
+            self.log.stepped(self.now, plan, tuple(results), self.now + 1.0)
+        elif self.started and self.rng.random() < 0.1:
+            self.abort()  # While the step runs, which the log of a loop that doesn't do so can't tell.
+        self.now += 1.0
+        for output in self.scheduler.update(plan, results, self.now):
+            self.take(output)
+        self.scheduler.check_integrity()
+        return plan
+
+
+def make_client(seed: int, log_weight: int | None = None) -> Client:
+    """A client of a random scheduler; with `log_weight` its steps are logged."""
+    rng = random.Random(seed)
+    config = SchedulerConfig(
+        max_num_seqs=rng.randint(1, 8),
+        max_num_batched_tokens=rng.randint(1, 40),
+        prefill_chunk_tokens=rng.randint(1, 24),
+        max_model_len=rng.randint(2, 60),
+        max_num_waiting=rng.randint(1, 20),
+        max_preemptions=rng.choice((0, 1, 3)),
+        scheduling_policy=rng.choice(("priority", "priority", "fcfs")),
+        batching=rng.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
+        batch_wait_s=rng.choice((0.0, 2.5)),
+    )
+    speculation = SpeculationConfig(
+        method=rng.choice(("none", "none", "ngram", "draft")), num_tokens=rng.choice((None, 3)), min_n=1, max_n=3
+    )
+    pool, block_size = BlockPool(rng.randint(1, 24)), rng.randint(1, 8)
+    memory = Memory(pool.num_blocks, block_size)
+    store = MemoryStore(rng, memory) if rng.random() < 0.5 else None
+    cached: Any = rng.choice((None, "hash", "hash", "radix"))
+    recorded = RecordingStore(store) if store is not None else None
+    kv = KVManager(pool, block_size, recorded, PrefixCache(pool, block_size, cached) if cached else None)
+    scheduler = Scheduler(config, kv, (EOS,), speculation)
+    scheduler.set_adapter("style", "digest")
+    log = StepLog(scheduler, recorded, log_weight) if log_weight is not None else None
+    return Client(rng, scheduler, Device(rng, memory), store, log)
