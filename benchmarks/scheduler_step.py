@@ -24,20 +24,22 @@ PROMPT_TOKENS = 64
 
 def running(num_sequences: int, num_steps: int, method: SpeculativeMethod = "none") -> Scheduler:
     """A scheduler with `num_sequences` requests of different prompts, all past their prefill."""
-    length = PROMPT_TOKENS + 10 * num_steps
-    pool = BlockPool(num_sequences * (length // 16 + 2))
+    max_len = PROMPT_TOKENS + 16 + 10 * num_steps
+    pool = BlockPool(num_sequences * (max_len // 16 + 2))
     config = SchedulerConfig(
         max_num_seqs=num_sequences,
         max_num_batched_tokens=1 << 20,
         prefill_chunk_tokens=512,
-        max_model_len=length,
+        max_model_len=max_len,
         max_num_waiting=num_sequences,
     )
     kv = KVManager(pool, 16, cache=PrefixCache(pool, 16))
     scheduler = Scheduler(config, kv, (0,), SpeculationConfig(method=method, num_tokens=4))
-    sampling = SamplingParams(max_tokens=length)
+    sampling = SamplingParams(max_tokens=max_len)
     for number in range(num_sequences):
-        prompt = tuple((number * 31 + position * 7) % 49_000 + 1 for position in range(PROMPT_TOKENS))
+        # Lengths of all sizes modulo the block's, so that each step sees as many blocks filled as the next.
+        length = PROMPT_TOKENS + number % 16
+        prompt = tuple((number * 31 + position * 7) % 49_000 + 1 for position in range(length))
         scheduler.add(AddRequest(request_id=f"request-{number:06d}", prompt_token_ids=prompt, sampling=sampling))
     while scheduler.num_waiting:
         scheduler.update(plan := scheduler.schedule(), answers(plan, 5))

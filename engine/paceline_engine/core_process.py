@@ -23,7 +23,6 @@ from types import FrameType
 import msgspec
 import zmq
 
-from paceline_engine.backends.base import HasCounters
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.step_log import RecordingStore, StepLog
 from paceline_engine.core_commands import Commands
@@ -175,7 +174,7 @@ class CoreLoop:
             num_queue_refusals=scheduler.num_queue_refusals,
             waiting_reasons=scheduler.waiting_reasons(),
             asleep=scheduler.asleep,
-            device=dict(self._backend.stats) if isinstance(self._backend, HasCounters) else {},
+            device=dict(self._backend.stats),
         )
 
 

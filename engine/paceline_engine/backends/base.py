@@ -5,7 +5,7 @@ Imports no torch, so that a process with the simulated device never loads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -51,16 +51,6 @@ class CanDraft(Protocol):
     @property
     def can_draft(self) -> bool:
         """Whether it was set up with something that drafts."""
-        ...
-
-
-@runtime_checkable
-class HasCounters(Protocol):
-    """A device with counters of its own, which only grow, or gauges; they travel in CoreStats.device."""
-
-    @property
-    def stats(self) -> Mapping[str, float]:
-        """By name; names of times end in _seconds."""
         ...
 
 

@@ -11,6 +11,7 @@ import torch
 
 from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.backends.cpu_decoder import TORCH_DTYPES, create_decoder
+from paceline_engine.backends.pages import release_pages
 from paceline_engine.backends.threads import num_threads
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
@@ -81,6 +82,13 @@ class CpuBackend:
     def execute(self, plan: StepPlan) -> Sequence[StepResult]:
         """Run one step."""
         return self._runner.execute(plan)
+
+    def release_kv(self) -> None:
+        """Give the KV pool's memory back to the system; its address stays."""
+        release_pages(self._runner.kv.tensor)
+
+    def allocate_kv(self) -> None:
+        """Nothing to do: pages come back when they are written."""
 
     def load_adapter(self, name: str, path: str) -> str:
         """Load or replace a LoRA adapter from a PEFT folder; the digest of its content. Raises ValueError."""

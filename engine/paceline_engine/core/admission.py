@@ -109,3 +109,15 @@ def num_blocks_at_risk(request: Request, running: RankedRequests, config: Schedu
         if member.num_preemptions >= limit:
             at_risk = max(at_risk, total - kv.pool.num_blocks)
     return at_risk
+
+
+def num_worth_waiting_for(request: Request, cached: list[int], ahead: list[Request], kv: KVManager) -> int:
+    """Tokens that a request `ahead` is computing just now, if they are half of what this one would compute; else 0.
+
+    Equal prompts that arrive together, as for n > 1, are computed once: the others come a step later and find it.
+    """
+    if not ahead or request.num_preemptions:
+        return 0
+    num_coming = kv.num_coming_tokens(request, cached, ahead)
+    num_to_compute = request.num_tokens - len(cached) * kv.block_size
+    return num_coming if 2 * num_coming >= num_to_compute else 0

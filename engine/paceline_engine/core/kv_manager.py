@@ -101,6 +101,20 @@ class KVManager:
             return []
         return self.cache.match(request)
 
+    def num_coming_tokens(self, request: Request, cached: list[int], prefilling: Iterable[Request]) -> int:
+        """Tokens behind the cached ones that one of `prefilling` is about to compute and publish."""
+        if self.cache is None or request.wants_prompt_logprobs:
+            return 0
+        mine = self.cache.identify(request)
+        begin, end = len(cached), (request.num_tokens - 1) // self.block_size
+        longest = begin
+        for other in prefilling:
+            theirs = other.block_hashes if other.may_publish else []
+            # Links of a chain: where one is equal, all before it are.
+            while longest < min(end, len(theirs)) and theirs[longest] == mine[longest]:
+                longest += 1
+        return (longest - begin) * self.block_size
+
     def num_blocks_to_admit(self, request: Request, cached: list[int]) -> int:
         """Free blocks that a waiting request takes when it holds all its tokens, `cached` ones that are free included.
 

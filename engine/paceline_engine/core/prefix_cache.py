@@ -60,6 +60,10 @@ class PrefixCache:
             block_ids.append(copies[0])
         return block_ids
 
+    def identify(self, request: Request) -> list[bytes]:
+        """Hashes of all full blocks of the request's known tokens."""
+        return self._hashes(request, request.num_tokens // self._block_size)
+
     def count(self, request: Request, num_hit_tokens: int) -> None:
         """Count the look-up of a request that is admitted for the first time."""
         self.num_query_tokens += request.num_prompt_tokens

@@ -59,6 +59,10 @@ class RankedRequests:
         del self._ranks[index]
         return self.requests.pop(index)
 
+    def is_before(self, one: Request, other: Request) -> bool:
+        """Whether one request ranks ahead of another."""
+        return rank_of(one, self.policy) < rank_of(other, self.policy)
+
     def before(self, request: Request) -> list[Request]:
         """Those that rank ahead of a request, which need not be in."""
         return self.requests[: bisect_left(self._ranks, rank_of(request, self.policy))]

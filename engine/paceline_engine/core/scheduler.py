@@ -18,6 +18,7 @@ from paceline_engine.core.admission import (
     Refusal,
     SchedulerConfig,
     num_blocks_at_risk,
+    num_worth_waiting_for,
     why_impossible,
     why_too_late,
 )
@@ -76,6 +77,8 @@ class Scheduler:
         self._began = 0.0
         self._num_step_tokens = 0
         self._num_step_decodes = 0
+        # Whether a running request may not be preempted any more.
+        self._has_settled = False
         self._holdup: tuple[Reason, float] = ("budget", 0.0)
 
     @property
@@ -252,15 +255,30 @@ class Scheduler:
     def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float) -> int:
         self._gate.begin_step(len(self._running), self._waiting, self._num_arrivals, now)
         reserved = sum(self.kv.num_missing_blocks(request, request.num_tokens) for request in self._running)
-        while self._waiting:
-            request = self._waiting[0]
+        limit = self.config.max_preemptions
+        self._has_settled = any(request.num_preemptions >= limit for request in self._running)
+        prefilling = [request for request in self._running if request.num_computed_tokens < request.num_prompt_tokens]
+        index = 0
+        # Those who wait for a prefix are passed by; as many as may run are looked at.
+        while index < min(len(self._waiting), self.config.max_num_seqs):
+            request = self._waiting[index]
             cached = self.kv.find_cached(request)
+            has_place = budget > 0 and len(self._running) < self.config.max_num_seqs
+            # Only requests ahead count: they get their tokens first, so nobody waits for one that waits for him.
+            ahead = [other for other in prefilling if self._running.is_before(other, request)] if has_place else []
+            num_coming = num_worth_waiting_for(request, cached, ahead, self.kv)
+            if num_coming:
+                self._holdup = ("prefix", num_coming)
+                index += 1
+                continue
             holdup = self._why_not_now(request, cached, reserved, budget, now)
             if holdup is not None:
                 self._holdup = holdup
                 break  # Strictly in order: letting a smaller one pass could starve this one.
-            self._waiting.pop(0)
+            self._waiting.pop(index)
             new_block_ids = self._admit(request, cached)
+            prefilling.append(request)
+            self._has_settled |= request.num_preemptions >= limit
             num_tokens = min(request.num_pending_tokens, self.config.prefill_chunk_tokens, budget)
             new_block_ids += self.kv.grow_if_free(request, request.num_computed_tokens + num_tokens)
             scheduled.append(self._share_of(request, num_tokens, new_block_ids, num_tokens))
@@ -283,6 +301,8 @@ class Scheduler:
         missing = reserved + self.kv.num_blocks_to_admit(request, cached) - free
         if missing > 0:
             return "blocks", missing
+        if not self._has_settled and request.num_preemptions < self.config.max_preemptions:
+            return None
         missing = num_blocks_at_risk(request, self._running, self.config, self.kv)
         return ("preemption", missing) if missing > 0 else None
 
@@ -298,6 +318,8 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self._running.add(request)
         self._admitted.append(request.admitted())
+        if self.kv.cache is not None:
+            self.kv.cache.identify(request)
         return new_block_ids
 
     def _share_of(self, request: Request, num_tokens: int, new_block_ids: list[int], budget: int) -> ScheduledRequest:

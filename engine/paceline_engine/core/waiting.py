@@ -12,13 +12,14 @@ import msgspec
 
 from paceline_engine.core.request import Request
 
-Reason = Literal["blocks", "seqs", "budget", "batch", "preemption"]
+Reason = Literal["blocks", "seqs", "budget", "batch", "prefix", "preemption"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 _SENTENCES: dict[Reason, str] = {
     "blocks": "{missing} KV blocks more must become free",
     "seqs": "a running request must end: as many run as may (max-num-seqs)",
     "budget": "the token budget of the step was used up by running requests (max-num-batched-tokens)",
     "batch": "the batch that runs must end first (batching)",
+    "prefix": "{missing} of its tokens are being computed for another request and can be shared in a moment",
     "preemption": "it was preempted as often as may be, and {missing} blocks more are needed to never do it again",
 }
 

@@ -73,6 +73,46 @@ def test_a_running_request_shares_what_it_has_computed(index):
     assert finish_all(scheduler) == {"a": "length", "b": "length"}
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once(index):
+    scheduler = make(cache=index, chunk=8, budget=32)
+    for name in "abcd":
+        add(scheduler, name, [*LONG, ord(name)], 6)
+    add(scheduler, "other", [1, 2, 3], 6)
+    computed = [shares(step(scheduler)[0]) for _ in range(4)]
+    assert computed == [
+        {"a": 8, "other": 3},
+        {"a": 8, "other": 1},
+        {"a": 5, "other": 1},
+        {"a": 1, "b": 1, "c": 1, "d": 1, "other": 1},
+    ]
+    assert finish_all(scheduler) == dict.fromkeys(["a", "b", "c", "d", "other"], "length")
+
+
+def test_a_short_common_start_holds_nobody_back(index):
+    scheduler = make(cache=index)
+    for name in "ab":
+        add(scheduler, name, [*LONG[:4], *[ord(name)] * 8], 6)
+    assert set(shares(step(scheduler)[0])) == {"a", "b"}
+
+
+def test_nobody_waits_for_a_prefix_that_a_worse_ranked_request_computes(index):
+    scheduler = make(cache=index, chunk=8)
+    add(scheduler, "patient", LONG, 6, priority=9)
+    step(scheduler)
+    add(scheduler, "urgent", LONG, 6)
+    assert "urgent" in shares(step(scheduler)[0])
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone(index):
+    scheduler = make(cache=index, chunk=8)
+    for name in "ab":
+        add(scheduler, name, LONG, 6)
+    step(scheduler)
+    assert [(entry.reason, entry.missing) for entry in scheduler.why_waiting()] == [("prefix", 16)]
+    scheduler.abort("a")
+    assert shares(step(scheduler)[0]) == {"b": 8}
+
+
 @pytest.mark.parametrize("options", [{"salt": "other"}, {"adapter": "style"}, {"salt": "style"}])
 def test_other_tenants_and_adapters_find_nothing(index, options):
     scheduler = make(cache=index)
