@@ -182,9 +182,9 @@ class ModelRunner:
         for item in batch.scored:
             row, count = self._rows[item.request_id], self._num_scored(item)
             targets = row.token_ids[item.start + 1 : item.start + 1 + count]
-            logprobs = logits[begin : begin + count].log_softmax(-1)
+            values = logits[begin : begin + count]
             scores[item.request_id] = tuple(
-                token_logprobs(logprobs, targets, [row.sampling.prompt_logprobs or 0] * count)
+                token_logprobs(values, targets, [row.sampling.prompt_logprobs or 0] * count)
             )
             begin += item.num_tokens
         return scores

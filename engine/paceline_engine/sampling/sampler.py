@@ -73,16 +73,19 @@ class Sampler:
         for item, row in zip(items, rows, strict=True):
             shares.append(_Share(item, row, begin))
             begin += item.num_draft_tokens + 1
-        raw = _raw_logprobs(logits, shares)
+        raw = _raw_logits(logits, shares)
         values = logits.numpy()
         for share in shares:
             if share.row.has_rules and share.row.error is None:
                 restrict_verified(share.row, values[share.begin : share.end], share.guesses)
-        best, likeliest = (column.tolist() for column in logits.max(dim=-1))
+        likeliest = values.argmax(-1)
+        # argmax stops at the first NaN, so a row that holds one has it as its best.
+        best = values[np.arange(len(values)), likeliest].tolist()
+        chosen: list[int] = likeliest.tolist()
         outcomes: list[list[int] | SampleError] = []
         for share in shares:
             try:
-                outcomes.append(self._tokens(share, values, best, likeliest))
+                outcomes.append(self._tokens(share, values, best, chosen))
             except SampleError as error:
                 outcomes.append(error)
         return _results(shares, outcomes, raw)
@@ -153,34 +156,35 @@ def distribution(row: Row, values: Float32Array) -> FloatArray:
 
 
 def _check(best: float, row: Row) -> None:
-    # max() hands NaN on, and a row of -inf has -inf as its maximum.
     if -math.inf < best < math.inf:
         return
     raise SampleError(NOTHING_ALLOWED if best == -math.inf and row.has_rules else NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)
-class _RawLogprobs:
-    """Log probabilities before rules of the shares that report them; offsets are by request."""
+class _RawLogits:
+    """Logits before rules of the shares that report logprobs; offsets are rows, by request."""
 
     values: torch.Tensor
     offsets: dict[str, int]
 
 
-def _raw_logprobs(logits: torch.Tensor, shares: Sequence[_Share]) -> _RawLogprobs | None:
+def _raw_logits(logits: torch.Tensor, shares: Sequence[_Share]) -> _RawLogits | None:
     asking = [share for share in shares if share.row.sampling.logprobs is not None]
     if not asking:
         return None
+    if not any(share.row.has_rules for share in asking):
+        return _RawLogits(logits, {share.item.request_id: share.begin for share in asking})
     indices: list[int] = []
     offsets: dict[str, int] = {}
     for share in asking:
         offsets[share.item.request_id] = len(indices)
         indices.extend(range(share.begin, share.end))
-    return _RawLogprobs(logits[indices].log_softmax(-1), offsets)
+    return _RawLogits(logits[indices], offsets)
 
 
 def _results(
-    shares: Sequence[_Share], outcomes: Sequence[list[int] | SampleError], raw: _RawLogprobs | None
+    shares: Sequence[_Share], outcomes: Sequence[list[int] | SampleError], raw: _RawLogits | None
 ) -> list[StepResult]:
     reports = _reports(shares, outcomes, raw)
     results: list[StepResult] = []
@@ -194,7 +198,7 @@ def _results(
 
 
 def _reports(
-    shares: Sequence[_Share], outcomes: Sequence[list[int] | SampleError], raw: _RawLogprobs | None
+    shares: Sequence[_Share], outcomes: Sequence[list[int] | SampleError], raw: _RawLogits | None
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
     """Logprobs of chosen tokens by request, where they were asked for; one pass over all of them."""
     if raw is None:

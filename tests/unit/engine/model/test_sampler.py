@@ -257,10 +257,11 @@ def test_logprobs_describe_the_model_before_rules_and_temperature():
 
 
 def test_alternatives_of_a_large_vocabulary_are_the_likeliest():
-    logprobs = torch.randn((7, 5000), generator=torch.Generator().manual_seed(9)).log_softmax(-1)
-    logprobs[0, -1] = 1.0  # In the odd end of the row.
-    logprobs[1, 128:132] = 2.0  # Many in one stretch.
-    entries = token_logprobs(logprobs, [0] * 7, [5] * 7)
-    values, ids = logprobs.topk(5)
-    assert [value for entry in entries for _, value in entry.top] == values.flatten().tolist()
+    logits = torch.randn((7, 5000), generator=torch.Generator().manual_seed(9))
+    logits[0, -1] = 9.0  # In the odd end of the row.
+    logits[1, 128:132] = 9.0  # Many in one stretch.
+    entries = token_logprobs(logits, [0] * 7, [5] * 7)
+    values, ids = logits.log_softmax(-1).topk(5)
+    found = [value for entry in entries for _, value in entry.top]
+    assert found == pytest.approx(values.flatten().tolist(), abs=1e-5)
     assert [sorted(token for token, _ in entry.top) for entry in entries] == ids.sort().values.tolist()
