@@ -195,6 +195,22 @@ SpeculativeTrafficClass = Annotated[
     list[str] | None,
     typer.Option(metavar="CLASS=on|off", help="Whether to guess for a traffic class. May be repeated."),
 ]
+SpeculativeModel = Annotated[
+    str, typer.Option(metavar="SOURCE", help="Model that drafts, for method draft; same vocabulary.")
+]
+SpeculativeLayers = Annotated[
+    int | None, typer.Option(min=1, help="Layers that draft for all, with selfDraft. Default: two thirds, or all.")
+]
+SpeculativeQuantization = Annotated[
+    str,
+    typer.Option(
+        parser=_choice(*QUANTIZATIONS), metavar="|".join(QUANTIZATIONS), help="Of the drafter's weights; exact anyway."
+    ),
+]
+SpeculativeLenience = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="1 is exact. Below, more guesses stand and outputs no longer follow the model."),
+]
 Seed = Annotated[int, typer.Option(help="Of the simulated device's tokens.")]
 SimulatedAlpha = Annotated[float, typer.Option(min=0, help="Simulated device: milliseconds of an empty step.")]
 SimulatedBeta = Annotated[float, typer.Option(min=0, help="Simulated device: milliseconds a token adds.")]

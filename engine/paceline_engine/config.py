@@ -25,6 +25,7 @@ _CHOICES = {
     "dtype": DTYPES,
     "cpu_kernels": CPU_KERNELS,
     "quantization": QUANTIZATIONS,
+    "speculative_quantization": QUANTIZATIONS,
     "prefix_index": PREFIX_INDEXES,
     "batching": BATCHING,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -44,6 +45,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dynamic batch may take to fill. scheduling_policy: what requests are ordered by. max_preemptions: how often one may
     lose its blocks; 0 reserves the longest length of each. speculative_method: who guesses tokens ahead;
     speculative_num_tokens: guesses a step, None adapts; speculative_traffic_classes: (class, on) where it isn't on.
+    speculative_model: folder of the converted draft model; speculative_quantization: of the drafter's weights;
+    speculative_layers: how many of the model's draft for it, None is two thirds, or all where they are quantized;
+    speculative_lenience: 1 is exact, below more guesses are kept and outputs no longer follow the model.
     max_loras, max_lora_rank: LoRA adapters loaded at once, and the highest rank of one. seed: of the simulated device's
     tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
     cpu_kernels: compiled, torch's, or compiled where they can be had. quantization: of the weights, lossy. native_dir:
@@ -70,6 +74,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_method: Literal["none", "ngram", "draft", "selfDraft"] = "none"
     speculative_num_tokens: int | None = None
     speculative_traffic_classes: tuple[tuple[str, bool], ...] = ()
+    speculative_model: str = ""
+    speculative_layers: int | None = None
+    speculative_quantization: Literal["none", "int8", "int4"] = "none"
+    speculative_lenience: float = 1.0
     max_loras: int = 8
     max_lora_rank: int = 64
     seed: int = 0
@@ -99,6 +107,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"max_model_len must be at least 2 tokens, not {self.max_model_len}")
         if self.speculative_num_tokens is not None and not 1 <= self.speculative_num_tokens <= MAX_GUESSES:
             raise ValueError(f"speculative_num_tokens must be 1 to {MAX_GUESSES}, not {self.speculative_num_tokens}")
+        if not 0.0 < self.speculative_lenience <= 1.0:
+            raise ValueError(f"speculative_lenience must be above 0 and at most 1, not {self.speculative_lenience}")
+        # The simulated device knows its own next tokens.
+        if self.device != "simulated" and (self.speculative_method == "draft") != bool(self.speculative_model):
+            raise ValueError("speculative_method draft and speculative_model need each other")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")

@@ -1,11 +1,12 @@
-"""Guesses for the next step from a device-side drafter: a small model, or the target itself without its later layers.
+"""Guesses for the next step from a device-side drafter: a small model, or the target itself made cheaper.
 
 A drafter follows the target: it has the same tokens at the same block ids, so there's one allocation and one table for
 both. What it computes for the newest token and its own guesses is transient, and may lie beyond a sequence's blocks, in
 a few scratch blocks of each row. Wrong or missing drafter KV costs acceptance, never correctness: guesses are drawn
 from the distribution that `Drafts` hands to the verification, whatever it is.
 
-Layer skip: Zhang et al., "Draft & Verify" (arXiv 2309.08168); its KV is the target's own, as far as it goes.
+Cheaper is fewer layers (Zhang et al., "Draft & Verify", arXiv 2309.08168) or weights of fewer bits; the KV is then the
+target's own, which verification writes anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paceline_engine.backends.cpu_attention import CpuAttention, PagedKV
 from paceline_engine.batch import BlockTables, ScratchBlocks, build_batch
 from paceline_engine.core.outputs import ScheduledRequest, StepPlan
 from paceline_engine.core.spec import MAX_DRAFT_TOKENS
-from paceline_engine.models.decoder import Decoder
+from paceline_engine.paged_model import PagedModel
 from paceline_engine.sampling.noise import Float32Array, Stream
 from paceline_engine.sampling.row import Row
 from paceline_engine.sampling.sampler import Sampler, distribution
@@ -35,7 +36,7 @@ def num_scratch_blocks(max_num_seqs: int, block_size: int) -> int:
 class DraftModel:
     """What drafts. kv: [num_blocks of the pool + num_scratch_blocks]; shares_kv: it is the target's own."""
 
-    decoder: Decoder
+    decoder: PagedModel
     kv: PagedKV
     shares_kv: bool
 
@@ -55,6 +56,7 @@ class Drafter:
         self._max_model_len = max_model_len
         self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), block_size, scratch)
         self._num_computed: dict[str, int] = {}
+        self._adapters: dict[str, str | None] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Follow the plan's block tables; what was computed for admitted requests came with their blocks."""
@@ -69,6 +71,7 @@ class Drafter:
     def propose(self, scheduled: Sequence[ScheduledRequest], rows: Sequence[Row], wanted: Sequence[int]) -> None:
         """Set `drafts` of rows that want some. Rows stand behind this step's tokens; states are left as they are."""
         drafting = [_Draft(row, self._room(row, count)) for row, count in zip(rows, wanted, strict=True)]
+        self._adapters = {row.request_id: row.adapter for row in rows}
         shares = [self._share(item, draft) for item, draft in zip(scheduled, drafting, strict=True)]
         logits = self._forward([share for share in shares if share is not None])
         active = [draft for draft in drafting if draft.room > 0]

@@ -7,7 +7,6 @@ Decides nothing; the scheduler does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from msgspec.structs import replace
@@ -19,36 +18,10 @@ from paceline_engine.core.spec import MAX_DRAFT_TOKENS
 from paceline_engine.drafting import Drafter, DraftModel
 from paceline_engine.grammar import Grammars
 from paceline_engine.messages import SamplingParams, TokenLogprobs
-from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.lora import AdapterTable, LayerDeltas
+from paceline_engine.paged_model import PagedModel
 from paceline_engine.sampling.logprobs import token_logprobs
 from paceline_engine.sampling.row import Matcher, Row, RowError
 from paceline_engine.sampling.sampler import Sampler
-
-
-class PagedModel(Protocol):
-    """What a step needs of a decoder, torch's or the compiled one; shapes as in `models.decoder.Decoder.forward`."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's geometry."""
-        ...
-
-    @property
-    def adapters(self) -> AdapterTable:
-        """The LoRA adapters that requests can name."""
-        ...
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logits_rows: torch.Tensor,
-        attention: CpuAttention,
-        deltas: Sequence[LayerDeltas] | None = None,
-    ) -> torch.Tensor:
-        """Logits [rows, vocab] in float32."""
-        ...
 
 
 class ModelRunner:

@@ -11,11 +11,13 @@ import torch
 
 from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.backends.cpu_decoder import TORCH_DTYPES, create_decoder
+from paceline_engine.backends.cpu_drafting import make_draft_model
 from paceline_engine.backends.pages import release_pages
 from paceline_engine.backends.threads import num_threads
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.drafting import num_scratch_blocks
 from paceline_engine.grammar import Grammars
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import SamplingParams
@@ -42,10 +44,11 @@ class CpuBackend:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(num_threads())
         self._quantization = config.quantization
-        self._decoder = create_decoder(
-            config, model, weight_files, max_model_len=max_model_len, threads=torch.get_num_threads()
-        )
-        kv = PagedKV(model, num_blocks, config.block_size, TORCH_DTYPES[config.dtype])
+        sizes = {"max_model_len": max_model_len, "threads": torch.get_num_threads()}
+        self._decoder = create_decoder(config, model, weight_files, **sizes)
+        drafts = config.speculative_method in ("draft", "selfDraft")
+        scratch = num_scratch_blocks(config.max_num_seqs, config.block_size) if drafts else 0
+        kv = PagedKV(model, num_blocks + scratch, config.block_size, TORCH_DTYPES[config.dtype])
         self._grammars = Grammars(
             lambda: tokenizer_info(
                 load_model_dir(config.model_dir).tokenizer_file, model.vocab_size, model.eos_token_ids
@@ -59,7 +62,11 @@ class CpuBackend:
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             grammars=self._grammars,
+            lenience=config.speculative_lenience,
+            draft_model=make_draft_model(config, self._decoder, kv, weight_files, **sizes),
+            num_blocks=num_blocks,
         )
+        self._can_draft = drafts
         self._tier = MemoryTier(config.kv_store_bytes)
         self._store = KVTransfer(kv, self._tier, namespace_digest) if config.kv_store_bytes else None
         self._warm_up()
@@ -73,6 +80,11 @@ class CpuBackend:
     def kv_store_bytes(self) -> int:
         """Bytes of offloaded KV, chunk headers included."""
         return self._tier.bytes_used
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether a draft model or the model's own layers make guesses."""
+        return self._can_draft
 
     @property
     def stats(self) -> dict[str, float]:

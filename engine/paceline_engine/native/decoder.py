@@ -7,6 +7,7 @@ the batch that it is in.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import weakref
@@ -87,6 +88,8 @@ class NativeDecoder:
         make_adapted: Callable[[], Decoder] | None = None,
     ) -> None:
         self.config = config
+        self._num_layers = config.num_layers
+        self._whole = self
         self.adapters = adapters if adapters is not None else AdapterTable(config, torch.float32)
         self._make_adapted = make_adapted
         self._adapted: Decoder | None = None
@@ -105,6 +108,14 @@ class NativeDecoder:
             raise MemoryError("there is no memory for the CPU kernels' buffers")
         weakref.finalize(self, library.paceline_destroy, self._handle)
 
+    def first_layers(self, count: int) -> NativeDecoder:
+        """This decoder without its later layers, sharing everything: a drafter for it."""
+        if not 1 <= count <= self.config.num_layers:
+            raise ValueError(f"a drafter has 1 to {self.config.num_layers} of the model's layers, not {count}")
+        shortened = copy.copy(self)
+        shortened._num_layers = count
+        return shortened
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -115,7 +126,8 @@ class NativeDecoder:
     ) -> torch.Tensor:
         """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens]."""
         if deltas is not None:
-            return self._with_adapters().forward(token_ids, positions, logits_rows, attention, deltas)
+            adapted = self._whole._with_adapters().first_layers(self._num_layers)
+            return adapted.forward(token_ids, positions, logits_rows, attention, deltas)
         batch, kv = attention.batch, attention.kv
         # The kernels index with these unchecked.
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.config.vocab_size:
@@ -125,7 +137,7 @@ class NativeDecoder:
             tokens=token_ids.shape[0],
             sequences=batch.block_tables.shape[0],
             logits_rows=logits_rows.shape[0],
-            layers=self.config.num_layers,
+            layers=self._num_layers,
             token_ids=token_ids.data_ptr(),
             positions=positions.data_ptr(),
             slots=batch.slots.data_ptr(),

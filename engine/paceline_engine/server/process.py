@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from paceline_engine.core_client import CoreClient, CoreProcess
 from paceline_engine.core_setup import size_blocks
 from paceline_engine.models.loader import LoadedModel, cached_model_dir, load_model_dir, prepare_model
@@ -54,6 +56,9 @@ def serve(options: ServeOptions) -> int:
 def start_core(options: ServeOptions, model: LoadedModel) -> CoreProcess:
     """Start the core on a converted model, once its sizes are known to work. Raises BadInput."""
     config = options.core_config(model.directory)
+    if config.speculative_model:
+        drafter = prepare_model(resolve(config.speculative_model), options.cache_dir)
+        config = replace(config, speculative_model=str(drafter))
     try:
         size_blocks(config, model.config)
     except ValueError as error:

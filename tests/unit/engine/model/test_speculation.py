@@ -10,10 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline_engine.backends.cpu_attention import PagedKV
+from paceline_engine.backends.cpu_drafting import make_draft_model
 from paceline_engine.batch import BlockTables, build_batch
+from paceline_engine.config import EngineConfig
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan
 from paceline_engine.core.spec import SpeculationConfig
-from paceline_engine.messages import SamplingParams
+from paceline_engine.core_setup import build_core
+from paceline_engine.messages import AddRequest, SamplingParams
+from paceline_engine.models.decoder import Decoder
 from paceline_engine.sampling.noise import Stream, gumbel_at, row_keys, uniforms
 from paceline_engine.sampling.row import Row
 from paceline_engine.sampling.sampler import Sampler
@@ -267,3 +272,52 @@ def test_verification_is_attended_to_in_groups_not_one_by_one(tiny):
     assert batch.prefills == ()
     assert len(batch.decodes) <= 2
     assert len(batch.logits_rows) == 40 * 5
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 300}, {"max_position_embeddings": 50}])
+def test_a_draft_model_that_does_not_fit_is_refused(tiny, tmp_path_factory, build, change):
+    """`tiny` has 199 tokens; 96 positions are wanted."""
+    drafter = build(tmp_path_factory.mktemp("drafter"), change)
+    folder = drafter.files[0].parent
+    (folder / "tokenizer.json").write_text("{}")
+    kv = PagedKV(tiny.config, 8, 4, torch.float32)
+    decoder = Decoder(tiny.config, tiny.files, max_model_len=96, dtype=torch.float32)
+    config = EngineConfig(model_dir="", speculative_method="draft", speculative_model=str(folder))
+    with pytest.raises(ValueError, match=r"same vocabulary|fewer than max-model-len 96"):
+        make_draft_model(config, decoder, kv, tiny.files, max_model_len=96, threads=1)
+
+
+def test_the_cpu_device_drafts_as_it_is_configured(tiny, prompts, expected):
+    """The whole backend: a draft model of its own, the model's first layers, its weights in 8 bits."""
+    folder = tiny.files[0].parent
+    (folder / "tokenizer.json").write_text("{}")
+    kinds = [
+        {"speculative_method": "draft", "speculative_model": str(folder)},
+        {"speculative_layers": 2},
+        {"speculative_layers": 2, "cpu_kernels": "torch"},
+        {"speculative_quantization": "int8"},
+    ]
+    for options in kinds:
+        config = EngineConfig(
+            model_dir=str(folder),
+            kv_cache_bytes=1 << 20,
+            max_num_seqs=4,
+            speculative_num_tokens=3,
+            **{"speculative_method": "selfDraft", **options},
+        )
+        core = build_core(config)
+        for name in expected:
+            sampling = SamplingParams(max_tokens=MAX_TOKENS)
+            core.scheduler.add(
+                AddRequest(request_id=name, prompt_token_ids=tuple(prompts[int(name)]), sampling=sampling)
+            )
+        texts: dict[str, list[int]] = {name: [] for name in expected}
+        while core.scheduler.has_work:
+            plan = core.scheduler.schedule()
+            for output in core.scheduler.update(plan, core.backend.execute(plan)):
+                texts[output.request_id] += output.new_token_ids
+        assert texts == expected
+        counters = core.scheduler.speculation.counters
+        assert counters.num_draft_tokens > 0
+        if "speculative_quantization" in options:
+            assert counters.num_accepted_tokens > 0.5 * counters.num_draft_tokens

@@ -1,0 +1,63 @@
+"""Who drafts on the CPU: a model of its own, or the target with fewer layers or with weights of fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from paceline_engine.backends.cpu_attention import PagedKV
+from paceline_engine.backends.cpu_decoder import create_decoder
+from paceline_engine.config import EngineConfig
+from paceline_engine.drafting import DraftModel
+from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.decoder import Decoder
+from paceline_engine.models.loader import load_model_dir
+from paceline_engine.native.decoder import NativeDecoder
+
+
+def make_draft_model(
+    config: EngineConfig,
+    target: Decoder | NativeDecoder,
+    kv: PagedKV,
+    weight_files: Sequence[Path],
+    *,
+    max_model_len: int,
+    threads: int,
+) -> DraftModel | None:
+    """What `config` has draft for `target`, loaded; None if nothing does. kv: the target's, scratch blocks included.
+
+    Raises ValueError where that can't work.
+    """
+    if config.speculative_method == "selfDraft":
+        decoder, layers = target, config.speculative_layers
+        if config.speculative_quantization != "none":
+            cheap = replace(config, quantization=config.speculative_quantization)
+            decoder = create_decoder(cheap, target.config, weight_files, max_model_len=max_model_len, threads=threads)
+        elif layers is None:
+            layers = max(1, 2 * target.config.num_layers // 3)
+        return DraftModel(decoder=decoder if layers is None else decoder.first_layers(layers), kv=kv, shares_kv=True)
+    if config.speculative_method != "draft":
+        return None
+    loaded = load_model_dir(config.speculative_model)
+    _check(loaded.config, target.config, max_model_len)
+    own = replace(config, model_dir=config.speculative_model, quantization=config.speculative_quantization)
+    return DraftModel(
+        decoder=create_decoder(own, loaded.config, loaded.files, max_model_len=max_model_len, threads=threads),
+        kv=PagedKV(loaded.config, kv.num_blocks, kv.block_size, kv.tensor.dtype),
+        shares_kv=False,
+    )
+
+
+def _check(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
+    if drafter.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model has {drafter.vocab_size} tokens and the model {target.vocab_size}; "
+            "speculative-model must have the same vocabulary"
+        )
+    if drafter.max_position_embeddings < max_model_len:
+        raise ValueError(
+            f"the draft model has {drafter.max_position_embeddings} positions, fewer than max-model-len "
+            f"{max_model_len}; lower that or choose another speculative-model"
+        )
