@@ -52,9 +52,10 @@ class CompletionLogprobs:
         return made
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """By text; of tokens with the same text the likeliest counts."""
-        top = {self._tokenizer.token_text(token_id): finite(logprob) for token_id, logprob in reversed(entry.top)}
-        return top or {self._tokenizer.token_text(entry.token_id): finite(entry.logprob)}
+        """By text, the token itself included; of tokens with the same text the likeliest counts."""
+        ranked = [*entry.top, (entry.token_id, entry.logprob)]
+        likeliest_last = sorted(ranked, key=lambda pair: pair[1])
+        return {self._tokenizer.token_text(token_id): finite(logprob) for token_id, logprob in likeliest_last}
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:

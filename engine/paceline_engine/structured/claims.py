@@ -9,6 +9,8 @@ MAX_DEPTH = 64
 MAX_NODES = 5000
 MAX_ENUM_VALUES = 5000
 MAX_MULTIPLE = 1000
+LARGEST_INTEGER = 2**53 - 1
+"""In size: beyond it JSON readers disagree (RFC 8259, section 6), and a model may write digits without end."""
 MAX_WHITESPACE = 16
 """Most whitespace characters in a row between two elements of the output."""
 
@@ -18,7 +20,8 @@ ANNOTATIONS = frozenset(
 """Keywords without any effect on what is valid."""
 
 ENFORCED: dict[str, str] = {
-    "type": "one name or a list. Where it is left out and other keywords belong to one type, that type is taken",
+    "type": "one name or a list. Where it is left out and other keywords belong to one type, that type is taken. "
+    "Integers are smaller than 2^53 in size, for beyond it JSON readers disagree",
     "enum": "without other keywords than `type`, whose values are kept",
     "const": "without other keywords than `type`",
     "minLength": "not together with `pattern` or `format`; such strings are written without escapes",

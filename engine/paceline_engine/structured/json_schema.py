@@ -15,6 +15,7 @@ from typing import Any, cast
 from paceline_engine.structured.claims import (
     ANNOTATIONS,
     ENFORCED,
+    LARGEST_INTEGER,
     MAX_DEPTH,
     MAX_ENUM_VALUES,
     MAX_MULTIPLE,
@@ -196,9 +197,9 @@ class _Normaliser:
         high += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
         if low and high and max(low) > min(high):
             raise SchemaRefused(at, "no integer lies between these bounds")
-        if any(abs(bound) >= 2**53 for bound in low + high):
+        if any(abs(bound) > LARGEST_INTEGER for bound in low + high):
             raise SchemaRefused(at, "bounds of 2^53 or more are not supported")
-        return ({"minimum": max(low)} if low else {}) | ({"maximum": min(high)} if high else {})
+        return {"minimum": max([*low, -LARGEST_INTEGER]), "maximum": min([*high, LARGEST_INTEGER])}
 
     def _number(self, given: Schema, at: str, _depth: int) -> Schema:
         if "multipleOf" in given:

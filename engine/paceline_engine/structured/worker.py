@@ -56,11 +56,11 @@ class Worker:
     """A compiler for one vocabulary."""
 
     def __init__(self, setup: Setup) -> None:
-        import xgrammar
+        from paceline_engine.grammar import import_xgrammar
 
-        self._xgrammar = xgrammar
+        self._xgrammar = import_xgrammar()
         self._info = tokenizer_info(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
-        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
 
     def compile(self, source: GrammarSource) -> Compiled:
         """Compile and serialise; what is wrong with the source is in the answer."""

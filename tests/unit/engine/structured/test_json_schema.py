@@ -227,6 +227,12 @@ def test_any_value_is_a_schema_or_refused(schema: Any) -> None:
     source_or_none(schema)
 
 
+def test_integers_end(grammars: Any) -> None:
+    matcher = grammars.matcher(json_schema(INTEGER))
+    for text, fits in [("-9007199254740991", True), ("9007199254740992", False), ("1" * 17, False), ("0", True)]:
+        assert grammars.accepts(matcher, text) is fits
+
+
 def test_white_space_is_bounded_and_eos_comes_only_at_the_end(grammars: Any) -> None:
     matcher = grammars.matcher(json_schema({"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}))
     assert grammars.accepts(matcher, '{\n    "a": 1\n}')
