@@ -25,6 +25,7 @@ Examples:
   paceline validate deploy/*.yaml          check files before a cluster sees them
   kubectl get pisvc -o yaml | paceline validate -
   paceline render my.yaml | less           what the operator would create
+  paceline explain prompt a.json b.json    why two prompts share no more of the cache
 """
 
 app = typer.Typer(
@@ -130,6 +131,28 @@ def _render(
     images = {"image_engine": image_engine, "image_router": image_router}
     settings = PlanSettings(**{name: value for name, value in images.items() if value})
     raise typer.Exit(render.run(files, as_json=as_json, settings=settings))
+
+
+explain = typer.Typer(name="explain", help="Say why the engine does what it does.", no_args_is_help=True)
+app.add_typer(explain)
+
+
+@explain.command("prompt")
+def _explain_prompt(
+    first: Annotated[str, typer.Argument(metavar="A", help="File with a prompt or the JSON body of a request.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="A running engine, which tokenises.")
+    ] = "http://127.0.0.1:8000",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
+    internal_token_file: Annotated[Path | None, typer.Option(help="File with the engine's bearer token.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how many tokens two prompts share in the prefix cache, the first that differs, and why no more is reused."""
+    from paceline_cli.commands import explain_prompt
+
+    options = explain_prompt.Options(engine, block_size, internal_token_file, as_json)
+    raise typer.Exit(explain_prompt.run(first, second, options))
 
 
 def main() -> None:

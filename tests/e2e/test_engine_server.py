@@ -299,7 +299,10 @@ def test_a_client_that_goes_away_frees_its_blocks(slow: EngineProcess, stream: b
     with socket.create_connection(("127.0.0.1", int(slow.http.rsplit(":", 1)[1])), timeout=DEADLINE) as client:
         client.sendall(request + body)
         wait_for("blocks held", lambda: (load := slow.load())["free_blocks"] < load["num_blocks"] - 30)
+        closed = time.monotonic()
     slow.wait_idle(20)
+    # A second on a quiet machine; a step of this engine takes 20 ms.
+    assert time.monotonic() - closed < 5
     scrape = httpx.get(f"{slow.metrics}/metrics").text
     assert 'paceline_engine_requests_total{finish_reason="abort",model_name="m"} 1.0' in scrape
 
@@ -442,6 +445,46 @@ def test_a_busy_port_is_one_line_with_the_port_and_exit_2() -> None:
     assert not [child for child in psutil.process_iter(["cmdline"]) if str(port) in (child.info["cmdline"] or [])]
 
 
+# --- the private port ----------------------------------------------------------------------------------------------
+
+
+def test_sleep_frees_the_cache_and_serves_nothing_until_woken(slow: EngineProcess) -> None:
+    prompt = LONG | {"prompt": [504] * 100, "max_tokens": 1}
+    assert slow.post(prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert slow.post(prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+    assert httpx.post(f"{slow.admin}/reset_prefix_cache").status_code == 200
+    assert slow.post(prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    running = Running(slow, max_tokens=50)
+    refused = httpx.post(f"{slow.admin}/sleep")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "refused_by_core")
+    running.join()
+    slow.wait_idle()
+    assert httpx.post(f"{slow.admin}/sleep").status_code == 200
+    wait_for("asleep", lambda: httpx.get(f"{slow.admin}/is_sleeping").json()["is_sleeping"])
+    assert httpx.get(f"{slow.http}/health/ready").status_code == 503
+    assert slow.post(prompt).json()["error"]["code"] == "asleep"
+    assert httpx.post(f"{slow.admin}/wake_up").status_code == 200
+    wait_for("awake", lambda: httpx.get(f"{slow.http}/health/ready").status_code == 200)
+    assert slow.post(prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_kv_events_can_be_followed(engine: EngineProcess) -> None:
+    load = engine.load()
+    with httpx.stream("GET", f"{engine.admin}/v1/kv-events", timeout=DEADLINE) as response:
+        lines = response.iter_lines()
+        header = json.loads(next(lines))
+        assert (header["epoch"], header["namespace_digest"]) == (load["epoch"], load["namespace_digest"])
+        engine.post({"model": "m", "prompt": [7, 8, 9] * 16, "max_tokens": 1})
+        found = next(payload for line in lines if (payload := json.loads(line)).get("token_ids", [0])[:3] == [7, 8, 9])
+    assert (found["kind"], len(found["block_hashes"]), found["parent_hash"]) == ("stored", 3, None)
+
+
+def test_a_deadline_that_passes_ends_the_request_with_504(slow: EngineProcess) -> None:
+    answer = slow.post(LONG, headers={"x-paceline-deadline-ms": "400"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    slow.wait_idle(20)
+
+
 # --- the real model ------------------------------------------------------------------------------------------------
 
 
@@ -469,3 +512,39 @@ def test_a_seed_repeats_a_sampled_answer_and_another_differs(smollm2: EngineProc
     body = {"model": "m", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
     texts = [smollm2.post(body | {"seed": seed}).json()["choices"][0]["text"] for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.engine
+def test_a_schema_shapes_the_answer_whole_and_streamed(smollm2: EngineProcess) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "capital": {"type": "boolean"}},
+        "required": ["city", "capital"],
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": "m", "messages": [question], "max_tokens": 60, "temperature": 0, "response_format": form}
+    choice = smollm2.post(body, "/v1/chat/completions").json()["choices"][0]
+    value = json.loads(choice["message"]["content"])
+    assert set(value) == {"city", "capital"}
+    assert isinstance(value["capital"], bool)
+    assert choice["finish_reason"] == "stop"
+    parts = events(smollm2.post(body | {"stream": True}, "/v1/chat/completions"))
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+    cut = smollm2.post(body | {"max_tokens": 4}, "/v1/chat/completions").json()["choices"][0]
+    assert (cut["finish_reason"], cut["incomplete"]) == ("length", True)
+
+
+@pytest.mark.engine
+def test_choice_regex_and_grammar_are_kept_and_a_bad_one_is_a_400(smollm2: EngineProcess) -> None:
+    body = {"model": "m", "prompt": "Is it so? Answer:", "max_tokens": 12, "temperature": 1.0, "seed": 5}
+    for field, form in (
+        ({"guided_choice": ["yes", "no"]}, r"yes|no"),
+        ({"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}}, r"\d{3}-\d{2}"),
+        ({"guided_grammar": 'root ::= "a" [bc]{1,3} "d"'}, r"a[bc]{1,3}d"),
+    ):
+        choice = smollm2.post(body | field).json()["choices"][0]
+        assert re.fullmatch(form, choice["text"]), choice
+    refused = smollm2.post(body | {"guided_regex": "a("})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+    smollm2.wait_idle()

@@ -25,6 +25,9 @@ from paceline_engine.server.kv_events import EventLog
 from paceline_engine.structured.compiler import GrammarCompiler
 from paceline_engine.tokenizer import Tokenizer
 
+# Before the process is called dead, requests go elsewhere.
+READY_SILENCE_SECONDS = 8.0
+
 
 class State(StrEnum):
     """Where the process is in its life."""
@@ -111,8 +114,11 @@ class Engine:
         """Why the process should be restarted, or None. A core that says nothing makes no progress."""
         if self.state is State.FAILED:
             return self.failure
+        return self._silent_for(self._progress_timeout)
+
+    def _silent_for(self, seconds: float) -> str | None:
         core = self.core
-        if core is not None and core.silent_seconds() > self._progress_timeout:
+        if core is not None and core.silent_seconds() > seconds:
             return f"no progress of the engine core for {core.silent_seconds():.0f} s"
         return None
 
@@ -120,7 +126,7 @@ class Engine:
         """Why a request would be refused now, or None."""
         if self.state is not State.READY:
             return self.state.value
-        return "asleep" if self.asleep else self.not_live()
+        return "asleep" if self.asleep else self._silent_for(min(READY_SILENCE_SECONDS, self._progress_timeout))
 
     @property
     def asleep(self) -> bool:
