@@ -213,7 +213,11 @@ def test_the_openai_client_works_unchanged(engine: EngineProcess) -> None:
         parts = list(client.chat.completions.create(model="m", messages=messages, max_tokens=9, seed=1, **options))
         text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
         assert text == whole.choices[0].message.content
-        assert parts[-1].usage == whole.usage
+        assert parts[-1].usage is not None
+        # The prompt was cached by then; all else is equal.
+        assert parts[-1].usage.model_copy(update={"prompt_tokens_details": None}) == whole.usage.model_copy(
+            update={"prompt_tokens_details": None}
+        )
         with pytest.raises(openai.BadRequestError, match="top_logprobs") as refused:
             client.chat.completions.create(model="m", messages=messages, top_logprobs=2)
         assert refused.value.param == "top_logprobs"
