@@ -197,7 +197,7 @@ class CoreClient:
         for request_id in list(self._streams):
             self._send(AbortRequest(request_id=request_id))
 
-    async def command(self, name: CommandName, **arguments: str) -> dict[str, Any]:
+    async def command(self, name: CommandName, /, **arguments: str) -> dict[str, Any]:
         """Have the core do something between two steps; its answer. Raises CoreError if it can't, or is gone."""
         if self.dead.done() or not self.ready.done():
             raise CoreError("the engine core is not running")

@@ -1,4 +1,4 @@
-"""The apps of the two private ports: load, KV events, drain, cache reset and sleep (vLLM's paths); and metrics."""
+"""The apps of the two private ports: load, KV events, drain, cache reset, sleep and adapters; and metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from paceline_api.wire import DrainRequest, DrainState, EngineLoad
 from paceline_engine.core_client import CoreError
 from paceline_engine.messages import CommandName, CoreStats
+from paceline_engine.server.adapters import add_adapter_routes
 from paceline_engine.server.engine import Engine, State
 from paceline_engine.server.errors import ApiError, invalid
 from paceline_engine.server.routes import add_error_handlers
@@ -53,6 +54,8 @@ def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], 
     @app.get("/is_sleeping")
     async def is_sleeping() -> Response:
         return JSONResponse({"is_sleeping": engine.asleep})
+
+    add_adapter_routes(app, engine)
 
     @app.post("/admin/drain")
     async def start_drain(request: Request) -> Response:

@@ -79,6 +79,8 @@ class Engine:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        # Loaded LoRA adapters, served as models: name to when they were loaded, Unix seconds.
+        self.adapters: dict[str, int] = {}
         self.events = EventLog(secrets.token_hex(8))
         self._serving: Serving | None = None
         self._progress_timeout = progress_timeout

@@ -45,6 +45,7 @@ class Prompt:
     ttft_at: float | None = None
     e2e_at: float | None = None
     constraint: Compiled | None = None
+    adapter: str | None = None
     number: int = 0
     echo: str | None = None
     prompt_only: bool = False
@@ -135,6 +136,7 @@ def _submit(engine: Engine, prompt: Prompt) -> RequestStream:
         ttft_s=None if prompt.ttft_at is None else prompt.ttft_at - now,
         e2e_s=None if prompt.e2e_at is None else prompt.e2e_at - now,
         constraint=None if prompt.constraint is None else prompt.constraint.constraint,
+        adapter=prompt.adapter,
     )
     try:
         stream = engine.serving.core.submit(request)

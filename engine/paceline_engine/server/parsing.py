@@ -21,7 +21,7 @@ async def parsed(engine: Engine, request: Request, kind: type[R]) -> R:
     try:
         body = parse(kind, await read_body(request))
         model = getattr(body, "model", None)
-        if model is not None and model != engine.model_name:
+        if model is not None and model != engine.model_name and model not in engine.adapters:
             message = f"model {model!r} is not served here: use {engine.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
     except ApiError:

@@ -63,14 +63,11 @@ def build_http_app(engine: Engine, token: str | None) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        entry = {
-            "id": engine.model_name,
-            "object": "model",
-            "created": engine.created,
-            "owned_by": "paceline",
-            "max_model_len": engine.serving.ready.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [entry]})
+        served = [(engine.model_name, engine.created, None)]
+        served += [(name, created, engine.model_name) for name, created in engine.adapters.items()]
+        about = {"object": "model", "owned_by": "paceline", "max_model_len": engine.serving.ready.max_model_len}
+        data = [{"id": name, "created": created, "parent": parent} | about for name, created, parent in served]
+        return JSONResponse({"object": "list", "data": data})
 
     @app.get("/health/live")
     async def live() -> Response:
@@ -169,7 +166,7 @@ def _new_answer(engine: Engine, body: GenerationRequest, prompts: list[Prompt]) 
         for prompt in prompts
     ]
     prefix = "chatcmpl" if chat else "cmpl"
-    return Answer(f"{prefix}-{uuid.uuid4().hex}", engine.model_name, engine.created_now(), chat, tokenizer, choices)
+    return Answer(f"{prefix}-{uuid.uuid4().hex}", body.model, engine.created_now(), chat, tokenizer, choices)
 
 
 async def _with_first(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from paceline_engine.chat_template import ChatTemplate
-from paceline_engine.core_client import Arrival
+from paceline_engine.core_client import Arrival, CoreError
 from paceline_engine.messages import AddRequest, Constraint, CoreReady, CoreStats, RequestOutput
 from paceline_engine.metrics import EngineMetrics
 from paceline_engine.models.config import ModelConfig
@@ -79,6 +79,7 @@ class FakeCore:
     stats: CoreStats = field(default_factory=CoreStats)
     commands: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     now: float = 100.0
+    refusal: str = ""
 
     def clock(self) -> float:
         self.now += 0.001
@@ -95,9 +96,11 @@ class FakeCore:
         self.streams.append(FakeStream(self, self.script(request)))
         return self.streams[-1]
 
-    async def command(self, name: str, **arguments: str) -> dict[str, Any]:
+    async def command(self, name: str, /, **arguments: str) -> dict[str, Any]:
+        if self.refusal:
+            raise CoreError(self.refusal)
         self.commands.append((name, arguments))
-        return {"done": name}
+        return {"done": name, "digest": "d"}
 
 
 class FakeCompiler:

@@ -405,6 +405,38 @@ def test_the_admin_port_passes_commands_to_the_core(says: Says) -> None:
     assert load["epoch"] == server.engine.events.epoch
 
 
+def test_an_adapter_is_served_as_a_model_until_it_is_unloaded(says: Says) -> None:
+    server = says("x")
+    assert server.complete(model="tuned").status_code == 404
+    assert server.call("/v1/load_lora_adapter", {"lora_name": "m", "lora_path": "/a"}, admin=True).status_code == 400
+    loaded = server.call("/v1/load_lora_adapter", {"lora_name": "tuned", "lora_path": "file:///a"}, admin=True)
+    assert loaded.json() == {"lora_name": "tuned", "digest": "d"}
+    assert server.core.commands == [("load_adapter", {"name": "tuned", "path": "/a"})]
+    assert [(model["id"], model["parent"]) for model in server.get("/v1/models").json()["data"]] == [
+        ("m", None),
+        ("tuned", "m"),
+    ]
+    assert server.complete(model="tuned").json()["model"] == "tuned"
+    server.complete()
+    assert [request.adapter for request in server.core.requests] == ["tuned", None]
+    assert server.call("/v1/unload_lora_adapter", {"lora_name": "tuned"}, admin=True).status_code == 200
+    assert server.complete(model="tuned").status_code == 404
+    assert server.call("/v1/unload_lora_adapter", {"lora_name": "tuned"}, admin=True).status_code == 404
+
+
+def test_an_adapter_that_can_not_be_loaded_is_not_served(says: Says) -> None:
+    server = says("x")
+    body = {"lora_name": "tuned", "lora_path": "/a"}
+    server.call("/v1/load_lora_adapter", body, admin=True)
+    server.core.refusal = "2 requests use the adapter 'tuned'"
+    assert server.call("/v1/load_lora_adapter", body, admin=True).status_code == 409
+    assert server.complete(model="tuned").status_code == 200
+    server.core.refusal = "/a has no adapter_config.json"
+    refused = server.call("/v1/load_lora_adapter", body, admin=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
+    assert server.complete(model="tuned").status_code == 404
+
+
 def test_a_sleeping_engine_serves_nothing_and_is_not_ready(says: Says) -> None:
     from paceline_engine.messages import CoreStats
 
