@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version as package_version
-from pathlib import Path
 from typing import Any, cast
 
 import typer
@@ -30,6 +29,7 @@ Sizes: 256Mi, 2Gi, 0 is off where it says so. Durations: 800ms, 120s, 1h30m. Exi
 _CORE = EngineConfig(model_dir="")
 # Defaults that typer parses like input, so that --help shows them as users write them.
 _MEMORY = cast("int", "256Mi")
+_CACHE = cast("int", "100Gi")
 _DRAIN = cast("float", "120s")
 _PROGRESS = cast("float", "10s")
 _COMPILE = cast("float", "10s")
@@ -106,6 +106,7 @@ def serve(
     tool_call_parser: opt.ToolCallParser = "auto",
     grammar_compile_timeout: opt.GrammarTimeout = _COMPILE,
     cache_dir: opt.CacheDir = None,
+    cache_limit: opt.CacheLimit = _CACHE,
     seed: opt.Seed = _CORE.seed,
     simulated_alpha_ms: opt.SimulatedAlpha = _CORE.simulated_alpha_ms,
     simulated_beta_ms: opt.SimulatedBeta = _CORE.simulated_beta_ms,
@@ -124,6 +125,7 @@ def serve(
 def _serve_options(given: dict[str, Any]) -> Any:
     """ServeOptions from the command's arguments; those that only the core knows go to it by name."""
     from paceline_engine.models.loader import default_cache_dir
+    from paceline_engine.models.source import default_name
     from paceline_engine.server.options import ServeOptions
 
     mine = {name: value for name, value in given.items() if name in ServeOptions.__slots__}
@@ -133,7 +135,7 @@ def _serve_options(given: dict[str, Any]) -> Any:
         "speculative_traffic_classes": opt.traffic_classes(given["speculative_traffic_class"]),
     }
     core |= {"kv_cache_bytes": given["kv_cache_memory"], "kv_store_bytes": given["kv_store_memory"]}
-    mine["served_model_name"] = given["served_model_name"] or Path(given["model"]).stem
+    mine["served_model_name"] = given["served_model_name"] or default_name(given["model"])
     mine["cache_dir"] = given["cache_dir"] or default_cache_dir()
     core["native_dir"] = str(mine["cache_dir"])
     return ServeOptions(**mine, core=core)
@@ -157,14 +159,14 @@ def drain(
 
 
 @app.command()
-def convert(model: opt.Model, cache_dir: opt.CacheDir = None) -> None:
-    """Convert a model into the cache, so that the next start is quick; says where it is."""
+def convert(model: opt.Model, cache_dir: opt.CacheDir = None, cache_limit: opt.CacheLimit = _CACHE) -> None:
+    """Fetch and convert a model into the cache, so that the next start is quick; says where it is."""
     _log("info")
     with _exit_codes():
         from paceline_engine.models.loader import default_cache_dir, prepare_model
         from paceline_engine.models.source import resolve
 
-        typer.echo(str(prepare_model(resolve(model), cache_dir or default_cache_dir())))
+        typer.echo(str(prepare_model(resolve(model), cache_dir or default_cache_dir(), cache_limit)))
 
 
 @app.command()

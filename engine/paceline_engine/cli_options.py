@@ -71,7 +71,9 @@ _SIZE, _DURATION = _parsed(parse_bytes), _parsed(parse_duration_s)
 _TOOL_FORMATS = ("auto", "none", "hermes", "llama3_json")
 _LEVELS = ("debug", "info", "warning", "error")
 
-Model = Annotated[str, typer.Option(help="package://NAME/FILE.gguf, file:///PATH.gguf or file:///FOLDER.")]
+Model = Annotated[
+    str, typer.Option(help="package://NAME/FILE.gguf, file:///PATH, hf://ORG/NAME or s3://BUCKET/PREFIX.")
+]
 ServedModelName = Annotated[str, typer.Option(help="Name that requests use. Default: the model's file name.")]
 CacheDir = Annotated[
     Path | None,
@@ -80,6 +82,9 @@ CacheDir = Annotated[
 NativeDir = Annotated[
     Path | None,
     typer.Option(help="Folder to compile into, for $PACELINE_NATIVE_DIR. Default: the user's cache folder."),
+]
+CacheLimit = Annotated[
+    int, typer.Option(parser=_SIZE, metavar="SIZE", help="Most bytes of cached models; unused ones make room.")
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token that /v1/* and /admin/* ask for. Default: none asked.")

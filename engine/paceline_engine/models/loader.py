@@ -7,21 +7,19 @@ key covers the source's identity, size and modification time and this converter'
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, cast
 
-from paceline_engine.models import hf_folder
+from paceline_engine.models import cache, hf_folder, remote
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.source import ModelError, ModelSource
+from paceline_engine.models.source import ModelError, ModelSource, classify
 
 CONVERTER_VERSION = 2
 DESCRIPTION = "paceline.json"
@@ -56,8 +54,11 @@ def default_cache_dir() -> Path:
 
 
 def cached_model_dir(source: ModelSource, cache_dir: Path) -> Path | None:
-    """The source's cache entry if it is there and whole, without converting anything."""
-    directory = _entry(source, cache_dir)
+    """The source's cache entry if it is there and whole, without fetching or converting anything."""
+    found = _found(source, cache_dir)
+    if found is None:
+        return None
+    directory = _entry(found, cache_dir)
     try:
         load_model_dir(directory)
     except ModelError:
@@ -66,31 +67,51 @@ def cached_model_dir(source: ModelSource, cache_dir: Path) -> Path | None:
 
 
 def check_model(source: ModelSource, cache_dir: Path) -> None:
-    """Raises ModelError where the source's headers show that it can't be prepared; its weights are not read."""
-    if cached_model_dir(source, cache_dir) is not None:
+    """Raises ModelError where the source's headers show that it can't be prepared; its weights are not read.
+
+    One that would have to be fetched first is not checked.
+    """
+    found = _found(source, cache_dir)
+    if found is None or cached_model_dir(found, cache_dir) is not None:
         return
-    if source.kind == "hf":
-        hf_folder.read_config(source.path)
-        hf_folder.weight_files(source.path)
-        _tokenizer_of(source.path)
+    if found.kind == "hf":
+        hf_folder.read_config(found.path)
+        hf_folder.weight_files(found.path)
+        _tokenizer_of(found.path)
         return
     from paceline_engine.models.gguf_reader import GGUFModel
 
-    GGUFModel(source.path)
+    GGUFModel(found.path)
 
 
-def prepare_model(source: ModelSource, cache_dir: Path) -> Path:
-    """The source's cache entry, made if need be. Raises ModelError."""
-    directory = _entry(source, cache_dir)
+def prepare_model(source: ModelSource, cache_dir: Path, cache_limit: int = cache.DEFAULT_LIMIT) -> Path:
+    """The source's cache entry, fetched and made if need be. Raises ModelError.
+
+    Entries that nobody uses then make room, so that the cache has at most `cache_limit` bytes.
+    """
+    directory = cache_dir
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(directory.with_suffix(".lock")):
-            if (found := cached_model_dir(source, cache_dir)) is not None:
-                return found
-            _make_entry(source, directory)
+        cache.mark(cache_dir)
+        if source.kind == "remote":
+            source = classify(remote.fetch(remote.parse(source.text), cache_dir), source.text)
+        directory = _entry(source, cache_dir)
+        with cache.locked(directory.with_suffix(".lock")):
+            found = cached_model_dir(source, cache_dir)
+            if found is None:
+                _make_entry(source, directory)
+                load_model_dir(directory)  # Holds what was made before anything is trimmed.
+        cache.trim(cache_dir, cache_limit)
     except OSError as error:
-        raise ModelError(f"can't write the converted model to {directory}: {error}: check --cache-dir") from error
+        raise ModelError(f"can't write the model to {directory}: {error}: check --cache-dir") from error
     return directory
+
+
+def _found(source: ModelSource, cache_dir: Path) -> ModelSource | None:
+    """The source as it lies on this machine, or None if it would have to be fetched."""
+    if source.kind != "remote":
+        return source
+    path = remote.find(remote.parse(source.text), cache_dir)
+    return None if path is None else classify(path, source.text)
 
 
 def load_model_dir(path: Path | str) -> LoadedModel:
@@ -99,6 +120,7 @@ def load_model_dir(path: Path | str) -> LoadedModel:
     A plain folder's weights are hashed on each call; `prepare_model` remembers the digest.
     """
     directory = Path(path)
+    cache.hold(directory)
     if not (directory / DESCRIPTION).is_file():
         if not (directory / "config.json").is_file():
             raise ModelError(f"{directory} is not a model folder: neither {DESCRIPTION} nor config.json is there")
@@ -133,6 +155,7 @@ _CONFIG_FIELDS = frozenset(field.name for field in fields(ModelConfig))
 def _checked_file(directory: Path, entry: dict[str, Any]) -> Path:
     """A described weights file, which must still have the size that was described."""
     path = directory / entry["path"]
+    cache.hold(path)
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -155,14 +178,6 @@ def _entry(source: ModelSource, cache_dir: Path) -> Path:
         status = path.stat()
         digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return cache_dir / "models" / digest.hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the kernel drops the lock when its holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make_entry(source: ModelSource, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a model comes from: `package://NAME/FILE` or `file:///PATH`, resolved to a path on this machine.
+"""Where a model comes from: `package://`, `file://`, or from elsewhere by `hf://` and `s3://` (see `remote`).
 
 A package is located, never imported: its code is not ours to run, and its import may be slow. No torch here.
 """
@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-SUPPORTED = "package://NAME/FILE.gguf, file:///PATH.gguf or file:///FOLDER (config.json, *.safetensors, tokenizer.json)"
+REMOTE_SCHEMES = ("hf", "s3")
+SUPPORTED = (
+    "package://NAME/FILE.gguf, file:///PATH.gguf, file:///FOLDER (config.json, *.safetensors, tokenizer.json), "
+    "hf://ORG/NAME or s3://BUCKET/PREFIX"
+)
 
 
 class ModelError(ValueError):
@@ -20,15 +24,21 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model found on this machine. `kind` says how it is read; `text` is what the user wrote."""
+    """A model. `kind` says how it is read; `text` is what the user wrote.
 
-    kind: Literal["gguf", "hf"]
+    A "remote" one is not on this machine yet as far as anyone looked; its path is empty.
+    """
+
+    kind: Literal["gguf", "hf", "remote"]
     path: Path
     text: str
 
 
 def resolve(text: str) -> ModelSource:
-    """Find the file or folder a source names. Raises ModelError; opens nothing but the directory entry."""
+    """Find the file or folder a source names. Raises ModelError; opens nothing but the directory entry.
+
+    A source from elsewhere is only checked for its form: `loader` finds or fetches it.
+    """
     parts = urlsplit(text)
     if parts.scheme == "package":
         path = _package_path(parts.netloc, unquote(parts.path).lstrip("/"), text)
@@ -36,11 +46,22 @@ def resolve(text: str) -> ModelSource:
         if parts.netloc not in ("", "localhost"):
             raise ModelError(f"model {text!r} names the host {parts.netloc!r}: write file:///PATH with three slashes")
         path = Path(unquote(parts.path))
+    elif parts.scheme in REMOTE_SCHEMES:
+        from paceline_engine.models import remote
+
+        remote.parse(text)
+        return ModelSource("remote", Path(), text)
     elif parts.scheme:
         raise ModelError(f"model source {parts.scheme}:// is not built yet ({text!r}): use {SUPPORTED}")
     else:
         raise ModelError(f"model {text!r} is not a source: use {SUPPORTED}")
-    return _classify(path, text)
+    return classify(path, text)
+
+
+def default_name(text: str) -> str:
+    """What a model is called where nobody named it: the last part of its source, without .gguf and revision."""
+    path = text.partition("@")[0] if text.startswith("hf://") else text
+    return path.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
 def _package_path(package: str, inner: str, text: str) -> Path:
@@ -64,7 +85,7 @@ def _package_path(package: str, inner: str, text: str) -> Path:
     raise ModelError(f"model {text!r}: package {package!r} has no file {inner!r}: {hint}")
 
 
-def _classify(path: Path, text: str) -> ModelSource:
+def classify(path: Path, text: str) -> ModelSource:
     """Tell a GGUF file from a Hugging Face folder by what is there."""
     try:
         if path.is_dir():

@@ -38,6 +38,7 @@ class ServeOptions:
     tool_call_parser: str
     grammar_compile_timeout: float
     cache_dir: Path
+    cache_limit: int
     max_num_waiting: int
     core: dict[str, Any]
 

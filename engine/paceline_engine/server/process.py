@@ -164,7 +164,9 @@ class _App:
         from paceline_engine.server.loading import make_serving
         from paceline_engine.tokenizer import Tokenizer
 
-        model = load_model_dir(await asyncio.to_thread(prepare_model, self._source, self._options.cache_dir))
+        options = self._options
+        prepared = await asyncio.to_thread(prepare_model, self._source, options.cache_dir, options.cache_limit)
+        model = load_model_dir(prepared)
         process = core if core is not None else start_core(self._options, model)
         client = self._client = CoreClient(
             process,

