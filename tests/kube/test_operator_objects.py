@@ -326,7 +326,9 @@ def test_an_invalid_change_is_refused_naming_the_field_and_leaves_the_engines_al
     with pytest.raises(AssertionError, match=r"spec\.engine\.blockSize"):
         cluster.apply(service(engine={"blockSize": 0}))
     with pytest.raises(AssertionError, match=r"spec\.model\.source.*not built yet"):
-        cluster.apply(service(model={"source": "hf://org/name"}))
+        cluster.apply(service(model={"source": "pvc://claim/name"}))
+    with pytest.raises(AssertionError, match=r"spec\.model\.revision.*belongs to an hf:// source"):
+        cluster.apply(service(model={"source": "file:///m.gguf", "revision": "main"}))
     # What the schema cannot say, the operator says in the condition.
     cluster.apply(service(engine={"extraArgs": ["--port=1"]}))
     ready = cluster.wait_reason(INFERENCE_SERVICE, "chat", "InvalidSpec")

@@ -28,10 +28,12 @@ from paceline_api.v1alpha1.base import (
     Unbuilt,
 )
 
-BUILT_SCHEMES = ("package://", "file://")
+BUILT_SCHEMES = ("package://", "file://", "hf://", "s3://")
 SOURCE_PATTERN = r"^(hf|s3|pvc|file|package)://.+$"
+REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 SERVED_NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$"
-SOURCE_MESSAGE = "not built yet: this version loads package:// and file:// sources only"
+SOURCE_MESSAGE = "not built yet: this version loads package://, file://, hf:// and s3:// sources only"
+REVISION_MESSAGE = "a revision belongs to an hf:// source that has none written into it"
 MODEL_LEN_MAX = 1_048_576
 
 
@@ -114,21 +116,29 @@ class ModelSpec(Part):
 
     cel: ClassVar[tuple[Cel, ...]] = (
         Cel(
-            "self.source.startsWith('package://') || self.source.startsWith('file://')",
+            " || ".join(f"self.source.startsWith('{scheme}')" for scheme in BUILT_SCHEMES),
             SOURCE_MESSAGE,
             "source",
+        ),
+        Cel(
+            "!has(self.revision) || self.source.startsWith('hf://') && !self.source.contains('@')",
+            REVISION_MESSAGE,
+            "revision",
         ),
     )
 
     source: Annotated[str, StringConstraints(pattern=SOURCE_PATTERN, max_length=1024)] = Field(
         description="package://PACKAGE/FILE.gguf in an installed Python package, or file:///PATH to a .gguf file or a "
-        "Hugging Face folder (config.json, *.safetensors, tokenizer.json) in the engine's file system."
+        "Hugging Face folder (config.json, *.safetensors, tokenizer.json) in the engine's file system; "
+        "hf://ORG/NAME or hf://ORG/NAME/FILE.gguf on the Hugging Face Hub; s3://BUCKET/PREFIX or s3://BUCKET/KEY.gguf."
     )
-    revision: Annotated[Text | None, Unbuilt("revisions belong to hf:// sources")] = Field(
-        default=None, description="Git revision of an hf:// source."
+    revision: Annotated[str, StringConstraints(pattern=REVISION_PATTERN, max_length=256)] | None = Field(
+        default=None, description="Branch, tag or commit of an hf:// source. Default: main, at the first download."
     )
-    credentials_secret_ref: Annotated[LocalRef | None, Unbuilt("only hf:// and s3:// sources need credentials")] = (
-        Field(default=None, description="Secret with the credentials that fetching the source needs.")
+    credentials_secret_ref: LocalRef | None = Field(
+        default=None,
+        description="Secret whose keys become environment variables of the engines, such as HF_TOKEN or "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL_S3.",
     )
     served_name: Annotated[str, StringConstraints(pattern=SERVED_NAME_PATTERN, max_length=128)] | None = Field(
         default=None, description="Name that clients put into `model`. Default: metadata.name."
@@ -154,6 +164,12 @@ class ModelSpec(Part):
         if not source.startswith(BUILT_SCHEMES):
             raise PydanticCustomError("unbuilt", "{message}", {"message": SOURCE_MESSAGE})
         return source
+
+    @model_validator(mode="after")
+    def _revision_of_hub(self) -> Self:
+        if self.revision is not None and (not self.source.startswith("hf://") or "@" in self.source):
+            raise PydanticCustomError("revision", "{message}", {"message": REVISION_MESSAGE})
+        return self
 
 
 class Resources(Part):

@@ -197,6 +197,8 @@ class EngineChildren:
             "volumeMounts": mounts,
             **pods.probes(STARTUP_BUDGET_S),
         }
+        if self.service.spec.model.credentials_secret_ref is not None:
+            container["envFrom"] = [{"secretRef": {"name": self.service.spec.model.credentials_secret_ref.name}}]
         if self._engine.resources is not None:
             container["resources"] = self._engine.resources.model_dump(exclude_none=True)
         return container

@@ -58,7 +58,7 @@ def engine_args(service: InferenceService, kv_memory: str, ports: Mapping[str, i
     extra = [literal(argument) for argument in engine.extra_args or []]
     overridden = {flag_of(argument) for argument in extra}
     fixed = [
-        f"--model={literal(service.spec.model.source)}",
+        f"--model={literal(_source(service))}",
         f"--served-model-name={literal(service.served_name())}",
         *port_flags(ports),
         token_flag(),
@@ -70,6 +70,11 @@ def engine_args(service: InferenceService, kv_memory: str, ports: Mapping[str, i
         fixed.append(f"--chat-template={CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}")
     tunable = [argument for argument in _tunable(engine) if flag_of(argument) not in overridden]
     return fixed + tunable + extra
+
+
+def _source(service: InferenceService) -> str:
+    model = service.spec.model
+    return model.source if model.revision is None else f"{model.source}@{model.revision}"
 
 
 def _tunable(engine: EngineSpec) -> list[str]:

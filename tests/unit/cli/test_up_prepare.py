@@ -206,7 +206,8 @@ def test_a_model_folder_that_is_not_whole_is_named(
     folder = tmp_path / "model"
     folder.mkdir()
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 8, **dict.fromkeys(sizes, 1)}
+    config = {"architectures": ["LlamaForCausalLM"], "head_dim": 2, "max_position_embeddings": 8}
+    config |= dict.fromkeys(sizes, 1)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"weight": np.zeros(1000, np.float32)}, folder / "model.safetensors")
     if size is not None:

@@ -189,6 +189,16 @@ def test_only_several_replicas_get_a_disruption_budget(replicas, protected):
     assert ("PodDisruptionBudget" in children(manifest)) is protected
 
 
+def test_a_model_from_the_hub_has_its_revision_and_its_credentials():
+    spec = {"source": "hf://org/name", "revision": "v1.2", "credentialsSecretRef": {"name": "hub"}}
+    engine = container(service(model=spec))
+    assert "--model=hf://org/name@v1.2" in engine["args"]
+    assert engine["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    plain = container(service(model={"source": "s3://bucket/models/name"}))
+    assert "--model=s3://bucket/models/name" in plain["args"]
+    assert "envFrom" not in plain
+
+
 def test_a_chat_template_is_mounted_and_its_content_rolls_the_pods():
     first, second = (children(service(model={"source": "file:///m", "chatTemplate": text})) for text in "ab")
     assert first["ConfigMap"]["data"] == {"chat_template.jinja": "a"}
