@@ -1,7 +1,7 @@
 // The library's C interface, called from library.py. Nothing here throws across it: errors are null or a number.
 #include <chrono>
 #include <cstring>
-#include <new>
+#include <exception>
 #include <vector>
 
 #include "decoder.h"
@@ -105,7 +105,7 @@ void* paceline_create(const Model* model, const char* wanted, int32_t threads) {
   if (!kernels) return nullptr;
   try {
     return new Engine(*model, *kernels, threads);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {  // No memory, or no more threads.
     return nullptr;
   }
 }
@@ -117,7 +117,7 @@ int32_t paceline_step(void* engine, const Batch* batch) {
   try {
     static_cast<Engine*>(engine)->decoder.step(*batch);
     return 0;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return 1;
   }
 }

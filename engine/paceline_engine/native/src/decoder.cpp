@@ -104,12 +104,13 @@ void Decoder::add_gemm(const float* x, int64_t x_stride, int64_t inner, const ui
   stage.gemm = Gemm{x,       x_stride, quantised, weights,  static_cast<int32_t>(format), inner, columns, bias,
                     y, y_stride, epilogue};
   stage.rows = rows;
-  stage.row_chunks = ceil_div(rows, GEMM_ROWS);
-  stage.rows_per_chunk = ceil_div(rows, stage.row_chunks);
+  const int64_t row_chunks = ceil_div(rows, GEMM_ROWS);
+  stage.rows_per_chunk = ceil_div(rows, row_chunks);
   const int64_t count = panels(columns);
   stage.panels_per_chunk = std::clamp<int64_t>(count / (pool_.threads() * 16), 1, MAX_PANELS_PER_CHUNK);
+  stage.panel_chunks = ceil_div(count, stage.panels_per_chunk);
   stages_.push_back(stage);
-  chunks_.push_back(static_cast<int>(stage.row_chunks * ceil_div(count, stage.panels_per_chunk)));
+  chunks_.push_back(static_cast<int>(row_chunks * stage.panel_chunks));
 }
 
 void Decoder::plan_layer(int64_t index) {
@@ -217,7 +218,8 @@ void Decoder::embed(int64_t begin, int64_t end) {
 
 void Decoder::run(int index, int chunk, int thread) {
   const Stage& stage = stages_[index];
-  const int64_t row_chunk = stage.kind == GEMM ? chunk % stage.row_chunks : chunk;
+  // Neighbouring chunks share rows, whose activations stay in the cache while panels stream by.
+  const int64_t row_chunk = stage.kind == GEMM ? chunk / stage.panel_chunks : chunk;
   const int64_t begin = row_chunk * stage.rows_per_chunk;
   const int64_t end = std::min(begin + stage.rows_per_chunk, stage.rows);
   const float epsilon = static_cast<float>(model_.epsilon);
@@ -229,7 +231,7 @@ void Decoder::run(int index, int chunk, int thread) {
                                normed + begin * hidden_stride_, end - begin);
     case QUANTISE: return kernels_.quantise(stage.x, stage.stride, stage.size, stage.gemm.quantised, begin, end);
     case GEMM: {
-      const int64_t first = chunk / stage.row_chunks * stage.panels_per_chunk;
+      const int64_t first = chunk % stage.panel_chunks * stage.panels_per_chunk;
       const int64_t last = std::min(first + stage.panels_per_chunk, panels(stage.gemm.columns));
       return kernels_.gemm(stage.gemm, begin, end, first, last);
     }

@@ -64,7 +64,7 @@ class Decoder : public Work {
   enum Kind { EMBED, NORM, QUANTISE, GEMM, ROPE, ATTEND, GATHER };
   struct Stage {
     Kind kind;
-    int64_t rows_per_chunk = 0, panels_per_chunk = 0, row_chunks = 0, layer = 0;
+    int64_t rows_per_chunk = 0, panels_per_chunk = 0, panel_chunks = 0, layer = 0;
     const float* weight = nullptr;  // NORM
     const float* x = nullptr;       // NORM, QUANTISE
     int64_t size = 0, stride = 0, rows = 0;

@@ -24,8 +24,17 @@ constexpr int MAX_ROWS = 2;
 constexpr int MAX_ROWS = 1;
 #endif
 
-// Bytes of weights fetched ahead of their use: what memory delivers in the time of its latency.
-constexpr int64_t PREFETCH = 2048;
+// Weights to fetch into the second-level cache while others are computed with: `step` bytes from `at` on for each k.
+// One panel's computation fetches the next panel, so that memory and arithmetic work at the same time.
+struct Ahead {
+  const uint8_t* at;
+  int64_t step;
+};
+
+// The part of the panel at `next` that pass `pass` of `passes` over the present one fetches in `iterations` steps.
+INLINE Ahead ahead_of(const uint8_t* next, int64_t bytes, int64_t pass, int64_t passes, int64_t iterations) {
+  return {next + bytes * pass / passes, bytes / passes / iterations};
+}
 
 template <class T>
 INLINE void load_row(const T* w, Vf (&b)[VECTORS]) {
@@ -36,17 +45,16 @@ INLINE void load_row(const T* w, Vf (&b)[VECTORS]) {
 // y[r, 0:PANEL] += sum over k in order of x[r, k] * w[k, 0:PANEL]. Out of line: each height is compiled once.
 template <int ROWS, class T>
 __attribute__((noinline)) void tile(const float* x, int64_t x_stride, int64_t inner, const T* w, int64_t w_stride,
-                                    float* y, int64_t y_stride) {
+                                    float* y, int64_t y_stride, Ahead ahead) {
   Vf acc[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(y + r * y_stride + v * LANES);
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < inner; ++k, w += w_stride) {
-#pragma GCC unroll 2
-    for (size_t i = 0; i < PANEL * sizeof(T); i += 64)
-      __builtin_prefetch(reinterpret_cast<const uint8_t*>(w) + PREFETCH + i, 0, 2);
+  for (int64_t k = 0; k < inner; ++k, w += w_stride, ahead.at += ahead.step) {
+    __builtin_prefetch(ahead.at, 0, 2);
+    __builtin_prefetch(ahead.at + 64, 0, 2);
     Vf b[VECTORS];
     load_row(w, b);
 #pragma GCC unroll 16
@@ -63,7 +71,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t x_stride, int64_t in
 }
 
 template <class T>
-using Tile = void (*)(const float*, int64_t, int64_t, const T*, int64_t, float*, int64_t);
+using Tile = void (*)(const float*, int64_t, int64_t, const T*, int64_t, float*, int64_t, Ahead);
 
 template <class T, int... N>
 constexpr auto tile_table(std::integer_sequence<int, N...>) {
@@ -86,7 +94,8 @@ INLINE void multiply(const float* x, int64_t x_stride, int64_t rows, int64_t inn
                      float* y, int64_t y_stride) {
   for (int64_t row = 0, count; row < rows; row += count) {
     count = next_rows(rows - row, MAX_ROWS);
-    TILES<T>[count - 1](x + row * x_stride, x_stride, inner, w, w_stride, y + row * y_stride, y_stride);
+    TILES<T>[count - 1](x + row * x_stride, x_stride, inner, w, w_stride, y + row * y_stride, y_stride,
+                        {reinterpret_cast<const uint8_t*>(w), 0});
   }
 }
 
@@ -114,12 +123,15 @@ INLINE void finish(const Gemm& g, int64_t row, int64_t rows, int64_t panel, cons
 
 template <class T>
 void float_gemm(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
+  const int64_t bytes = g.inner * PANEL * sizeof(T), passes = (row_end - row_begin + MAX_ROWS - 1) / MAX_ROWS;
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const T* w = reinterpret_cast<const T*>(g.weights) + panel * g.inner * PANEL;
-    for (int64_t row = row_begin, count; row < row_end; row += count) {
+    const uint8_t* w = g.weights + panel * bytes;
+    int64_t pass = 0;
+    for (int64_t row = row_begin, count; row < row_end; row += count, ++pass) {
       count = next_rows(row_end - row, MAX_ROWS);
       float sums[MAX_ROWS * PANEL] = {};
-      TILES<T>[count - 1](g.x + row * g.x_stride, g.x_stride, g.inner, w, PANEL, sums, PANEL);
+      TILES<T>[count - 1](g.x + row * g.x_stride, g.x_stride, g.inner, reinterpret_cast<const T*>(w), PANEL, sums,
+                          PANEL, ahead_of(w + bytes, bytes, pass, passes, g.inner));
       finish(g, row, count, panel, sums);
     }
   }

@@ -122,7 +122,7 @@ float read(const uint8_t* data, int64_t bytes) {
   for (int64_t i = 0; i + 8 * LANES <= bytes / 4; i += 8 * LANES) {
 #pragma GCC unroll 8
     for (int v = 0; v < 8; ++v) {
-      __builtin_prefetch(reinterpret_cast<const uint8_t*>(p + i + v * LANES) + PREFETCH, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const uint8_t*>(p + i + v * LANES) + 4096, 0, 2);
       acc[v] += load(p + i + v * LANES);
     }
   }

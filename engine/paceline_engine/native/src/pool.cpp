@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <climits>
+#include <stdexcept>
 
 namespace paceline {
 
@@ -51,7 +52,10 @@ bool spin(Ready ready, std::chrono::microseconds limit) {
 
 }  // namespace
 
-Pool::Pool(int threads) : stages_(new Stage[MAX_STAGES]) {
+Pool::Pool(int threads) : stages_(new Stage[MAX_STAGES]), ranges_(new Range[MAX_STAGES * threads]) {
+  // All are there before the first looks at their number.
+  workers_.reserve(threads - 1);
+  num_threads_ = threads;
   for (int i = 1; i < threads; ++i) workers_.emplace_back(&Pool::work, this, i);
 }
 
@@ -63,14 +67,19 @@ Pool::~Pool() {
 }
 
 void Pool::run(Work& work, const std::vector<int>& chunks) {
+  if (chunks.size() > MAX_STAGES) throw std::length_error("a run has too many stages");
   uint32_t epoch = (epoch_.load() + 1) & EPOCH_MASK;
   if (epoch == 0) epoch = 1;
   work_ = &work;
   num_stages_ = static_cast<int>(chunks.size());
   for (size_t s = 0; s < chunks.size(); ++s) {
-    stages_[s].done.store(static_cast<uint64_t>(epoch) << 32, std::memory_order_relaxed);
-    stages_[s].claim.store(static_cast<uint64_t>(epoch) << 40 | static_cast<uint64_t>(chunks[s]) << 20,
-                           std::memory_order_release);
+    const uint64_t count = chunks[s], threads = num_threads_;
+    stages_[s].chunks.store(count, std::memory_order_relaxed);
+    stages_[s].done.store(static_cast<uint64_t>(epoch) << 32, std::memory_order_release);
+    for (uint64_t t = 0; t < threads; ++t)
+      ranges_[s * threads + t].next.store(
+          static_cast<uint64_t>(epoch) << 40 | count * (t + 1) / threads << 20 | count * t / threads,
+          std::memory_order_release);
   }
   epoch_.store(epoch);
   if (idle_.load() > 0) futex_wake(reinterpret_cast<uint32_t*>(&epoch_));
@@ -91,22 +100,33 @@ void Pool::work(int thread) {
   }
 }
 
+// Runs chunks of one range until it is empty; how many, or -1 if the range belongs to another run.
+int Pool::take(int stage, int range, uint32_t epoch, int thread) {
+  std::atomic<uint64_t>& word = ranges_[stage * num_threads_ + range].next;
+  uint64_t value = word.load(std::memory_order_acquire);
+  for (int taken = 0;;) {
+    if (value >> 40 != epoch) return -1;
+    const uint32_t next = static_cast<uint32_t>(value) & CHUNK_MASK;
+    if (next >= (static_cast<uint32_t>(value >> 20) & CHUNK_MASK)) return taken;
+    if (!word.compare_exchange_weak(value, value + 1, std::memory_order_acq_rel)) continue;
+    // The run can't end while this chunk is held, so work_ is this epoch's.
+    work_->run(stage, static_cast<int>(next), thread);
+    ++taken;
+    value = word.load(std::memory_order_acquire);
+  }
+}
+
 void Pool::walk(uint32_t epoch, int thread) {
   for (int s = 0; s < num_stages_.load(std::memory_order_acquire); ++s) {
     Stage& stage = stages_[s];
-    uint64_t claim = stage.claim.load(std::memory_order_acquire);
-    uint32_t finished = 0, chunks = 0;
-    for (;;) {
-      if (claim >> 40 != epoch) return;
-      chunks = static_cast<uint32_t>(claim >> 20) & CHUNK_MASK;
-      const uint32_t next = static_cast<uint32_t>(claim) & CHUNK_MASK;
-      if (next >= chunks) break;
-      if (!stage.claim.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel)) continue;
-      // The run can't end while this chunk is held, so work_ is this epoch's.
-      work_->run(s, static_cast<int>(next), thread);
-      ++finished;
-      claim = stage.claim.load(std::memory_order_acquire);
+    uint32_t finished = 0;
+    for (int i = 0; i < num_threads_; ++i) {
+      const int taken = take(s, (thread + i) % num_threads_, epoch, thread);
+      // Chunks that this thread holds keep the run alive, so this can't happen after the first was taken.
+      if (taken < 0) return;
+      finished += taken;
     }
+    const uint32_t chunks = stage.chunks.load(std::memory_order_acquire);
     if (finished > 0) {
       const uint64_t before = stage.done.fetch_add(finished);
       if (static_cast<uint32_t>(before) + finished == chunks && sleepers_.load() > 0) futex_wake(low_word(stage.done));

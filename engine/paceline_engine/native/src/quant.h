@@ -82,13 +82,13 @@ INLINE void group_sums(const int8_t* x, int64_t stride, const uint8_t* w, Vi (&a
 // Sums of ROWS rows with one panel, [ROWS, PANEL].
 template <int ROWS, bool SMALL>
 __attribute__((noinline)) void integer_tile(const QuantisedRows& x, int64_t row, int64_t groups, const uint8_t* w,
-                                            float* y) {
+                                            float* y, Ahead ahead) {
   constexpr int64_t group_bytes = PANEL * 2 + (SMALL ? PANEL * GROUP / 2 : PANEL * GROUP);
   const int64_t stride = groups * GROUP;
   const int8_t* values = x.values + row * stride;
   Vf acc[ROWS][VECTORS] = {};
-  for (int64_t group = 0; group < groups; ++group, w += group_bytes, values += GROUP) {
-    for (int64_t i = 0; i < group_bytes; i += 64) __builtin_prefetch(w + PREFETCH + i, 0, 2);
+  for (int64_t group = 0; group < groups; ++group, w += group_bytes, values += GROUP, ahead.at += ahead.step) {
+    for (int64_t i = 0; i < ahead.step; i += 64) __builtin_prefetch(ahead.at + i, 0, 2);
     Vi sums[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
@@ -112,7 +112,7 @@ __attribute__((noinline)) void integer_tile(const QuantisedRows& x, int64_t row,
     for (int v = 0; v < VECTORS; ++v) store(y + r * PANEL + v * LANES, acc[r][v]);
 }
 
-using IntegerTile = void (*)(const QuantisedRows&, int64_t, int64_t, const uint8_t*, float*);
+using IntegerTile = void (*)(const QuantisedRows&, int64_t, int64_t, const uint8_t*, float*, Ahead);
 
 template <bool SMALL, int... N>
 constexpr auto integer_table(std::integer_sequence<int, N...>) {
@@ -125,12 +125,16 @@ constexpr auto INTEGER_TILES = integer_table<SMALL>(std::make_integer_sequence<i
 template <bool SMALL>
 void integer_gemm(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   const int64_t groups = (g.inner + GROUP - 1) / GROUP;
+  const int64_t bytes = panel_bytes(SMALL ? INT4 : INT8, g.inner);
+  const int64_t passes = (row_end - row_begin + MAX_QUANTISED_ROWS - 1) / MAX_QUANTISED_ROWS;
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const uint8_t* w = g.weights + panel * panel_bytes(SMALL ? INT4 : INT8, g.inner);
-    for (int64_t row = row_begin, count; row < row_end; row += count) {
+    const uint8_t* w = g.weights + panel * bytes;
+    int64_t pass = 0;
+    for (int64_t row = row_begin, count; row < row_end; row += count, ++pass) {
       count = next_rows(row_end - row, MAX_QUANTISED_ROWS);
       float sums[MAX_QUANTISED_ROWS * PANEL];
-      INTEGER_TILES<SMALL>[count - 1](g.quantised, row, groups, w, sums);
+      INTEGER_TILES<SMALL>[count - 1](g.quantised, row, groups, w, sums,
+                                      ahead_of(w + bytes, bytes, pass, passes, groups));
       finish(g, row, count, panel, sums);
     }
   }
