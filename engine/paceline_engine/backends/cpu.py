@@ -120,7 +120,3 @@ class CpuBackend:
         item = ScheduledRequest(request_id="warm-up", token_ids=[0], start=0, new_block_ids=[0], sample=True)
         self._runner.execute(StepPlan(admitted=(admitted,), scheduled=(item,)))
         self._runner.execute(StepPlan(released=("warm-up",)))
-
-
-def _tokenizer_file(config: EngineConfig) -> Path:
-    return load_model_dir(config.model_dir).tokenizer_file

@@ -101,8 +101,12 @@ def compile_library(compiler: str, machine: str, target: Path) -> None:
             _start([compiler, *COMMON_FLAGS, "-c", *arguments, "-o", output])
             for output, (_, arguments) in zip(objects, units, strict=True)
         ]
-        for process in running:
-            _finish(process)
+        try:
+            for process in running:
+                _finish(process)
+        finally:
+            for process in running:
+                _end(process)
         linked = Path(scratch) / LIBRARY
         _finish(_start([compiler, "-shared", "-o", str(linked), *objects, "-lpthread"]))
         linked.rename(target)
@@ -122,6 +126,15 @@ def _finish(process: subprocess.Popen[str]) -> None:
     if process.returncode != 0:
         first = next((line for line in errors.splitlines() if "error" in line), errors.strip()[:200])
         raise NativeBuildError(f"the compiler failed: {first}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """After one unit failed nobody waits for the others: no compiler outlives this call, and no pipe stays open."""
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    if process.stderr is not None:
+        process.stderr.close()
 
 
 def _source_key(machine: str) -> str:
