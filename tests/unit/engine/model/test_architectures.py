@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from paceline_engine.backends.cpu_attention import _attend
+from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.hf_folder import read_config
 from paceline_engine.models.source import ModelError
@@ -137,6 +139,55 @@ def test_a_family_needs_each_of_its_fields(name, field, family, new_loop, prompt
     for i, prompt in enumerate(prompts):
         loop.add(str(i), prompt, 14)
     assert loop.run() != expected
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gemma3-scaled"])
+def test_guesses_are_verified_inside_each_layers_window(name, family, new_loop, prompts_for):
+    """Several tokens of one sequence in a step, each with a window of its own; the model itself guesses."""
+    checkpoint = family(name)
+    prompts = prompts_for(4, checkpoint.config.vocab_size, seed=3)
+    expected = {str(i): checkpoint.reference_tokens(prompt, 14) for i, prompt in enumerate(prompts)}
+    loop = new_loop(checkpoint, speculation=SpeculationConfig(method="draft", num_tokens=3), draft=checkpoint)
+    loop.scheduler.speculation.num_wanted = lambda traffic_class: 3
+    for i, prompt in enumerate(prompts):
+        loop.add(str(i), prompt, 14)
+    assert loop.run() == expected
+    counters = loop.scheduler.speculation.counters
+    assert counters.num_accepted_tokens == counters.num_draft_tokens > 0
+
+
+def random_geometry(seed: int) -> dict[str, Any]:
+    """A family and sizes that nobody would choose."""
+    choose = random.Random(seed)
+    kv_heads = choose.choice([1, 2, 3])
+    layers = choose.choice([1, 2, 4])
+    heads = kv_heads * choose.choice([1, 2, 5])
+    geometry: dict[str, Any] = {
+        "model_type": choose.choice(["llama", "mistral", "qwen3", "gemma", "gemma2", "gemma3_text"]),
+        "vocab_size": choose.choice([61, 199, 256]),
+        "hidden_size": heads * choose.choice([6, 14]),
+        "intermediate_size": choose.choice([30, 77]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": choose.choice([2, 10, 22]),
+        "tie_word_embeddings": choose.random() < 0.3,
+        "attention_bias": choose.random() < 0.3,
+    }
+    if geometry["model_type"] in ("mistral", "gemma2", "gemma3_text"):
+        geometry["sliding_window"] = choose.choice([1, 2, 7, 33])
+    return geometry
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_odd_geometries_equal_transformers(seed, build, new_loop, prompts_for, tmp_path):
+    checkpoint = build(tmp_path, random_geometry(seed))
+    prompts = prompts_for(4, checkpoint.config.vocab_size, seed=seed)
+    expected = {str(i): checkpoint.reference_tokens(prompt, 8) for i, prompt in enumerate(prompts)}
+    loop = new_loop(checkpoint, block_size=1 + seed % 5, prefill_chunk_tokens=1 + seed)
+    for i, prompt in enumerate(prompts):
+        loop.add(str(i), prompt, 8)
+    assert loop.run() == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

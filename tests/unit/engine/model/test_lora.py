@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline_engine.messages import AddRequest, SamplingParams
+from paceline_engine.config import EngineConfig
+from paceline_engine.core_commands import Commands
+from paceline_engine.core_setup import build_core
+from paceline_engine.messages import AddRequest, Command, CommandResult, SamplingParams
 from paceline_engine.models.decoder import Decoder
-from paceline_engine.models.lora_files import LoraError
+from paceline_engine.models.lora_files import AdapterFolder, LoraError
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -225,3 +228,32 @@ def test_a_folder_without_one_of_its_files_is_refused(adapters, tmp_path, missin
     (folder / missing).unlink()
     with pytest.raises(LoraError, match=f"can't read {missing}"):
         decoder.adapters.load("bad", folder)
+
+
+def test_commands_load_and_unload_on_the_running_core(adapters, tmp_path):
+    checkpoint, _, folders = adapters
+    model = checkpoint.files[0].parent
+    (model / "tokenizer.json").write_text("{}")
+    core = build_core(EngineConfig(model_dir=str(model), kv_cache_bytes=4 << 20, block_size=4))
+    commands = Commands(core.scheduler, core.backend)
+
+    def run(name: str, /, **arguments: str) -> CommandResult:
+        return commands.run(Command(command_id="1", name=name, arguments=arguments), 0.0)[0]
+
+    loaded = run("load_adapter", name="tuned", path=str(folders["qv"]))
+    assert loaded.error is None
+    assert loaded.values["digest"] == AdapterFolder(folders["qv"]).digest()
+    assert "can't read adapter_config.json" in (run("load_adapter", name="x", path=str(tmp_path)).error or "")
+    message = AddRequest(
+        request_id="a", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4), adapter="tuned"
+    )
+    assert core.scheduler.add(message) is None
+    assert "1 requests use the adapter 'tuned'" in (run("unload_adapter", name="tuned").error or "")
+    tokens: list[int] = []
+    while core.scheduler.has_work:
+        plan = core.scheduler.schedule()
+        for output in core.scheduler.update(plan, core.backend.execute(plan)):
+            tokens += output.new_token_ids
+    assert tokens == reference_tokens(adapters, "qv", [1, 2, 3], 4)
+    assert run("unload_adapter", name="tuned").error is None
+    assert "isn't loaded" in (run("unload_adapter", name="tuned").error or "")
