@@ -185,6 +185,28 @@ def build_native(directory: opt.NativeDir = None) -> None:
 
 
 @app.command()
+def replay(log: opt.StepLogFile) -> None:
+    """Make a step log's decisions again, without a model (GET /admin/step-log gives one); 1 if one differs."""
+    with _exit_codes():
+        from paceline_engine.core.step_log import Stepped, decoded
+        from paceline_engine.core.step_log import replay as run
+        from paceline_engine.server.options import BadInput
+
+        try:
+            segments = decoded(log.read_bytes())
+        except (OSError, ValueError) as error:
+            raise BadInput(f"can't read the step log {log}: {error}") from error
+        for number, segment in enumerate(segments):
+            difference = run(segment)
+            if difference is not None:
+                typer.echo(f"segment {number}, step {difference.step}: recorded {difference.recorded}", err=True)
+                typer.echo(f"replayed {difference.replayed}", err=True)
+                raise typer.Exit(1)
+            num_steps = sum(isinstance(entry, Stepped) for entry in segment.entries)
+            typer.echo(f"segment {number}: {num_steps} steps, every decision the same")
+
+
+@app.command()
 def version() -> None:
     """Say the version."""
     typer.echo(f"paceline-engine {package_version('paceline')}")

@@ -89,6 +89,7 @@ CacheLimit = Annotated[
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token that /v1/* and /admin/* ask for. Default: none asked.")
 ]
+StepLogFile = Annotated[Path, typer.Argument(help="File with a step log.")]
 TemplateFile = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")]
 TrustTemplate = Annotated[
     bool, typer.Option("--trust-request-chat-template", help="Let requests bring a chat_template of their own.")

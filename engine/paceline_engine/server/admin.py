@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -57,6 +58,14 @@ def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], 
 
     add_adapter_routes(app, engine)
 
+    @app.get("/admin/explain")
+    async def explain() -> Response:
+        return JSONResponse(await _ask(engine, "explain"))
+
+    @app.get("/admin/step-log")
+    async def step_log() -> Response:
+        return Response((await _ask(engine, "explain", log="true"))["log"], media_type="application/msgpack")
+
     @app.post("/admin/drain")
     async def start_drain(request: Request) -> Response:
         body = await read_body(request)
@@ -74,9 +83,13 @@ def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], 
 
 
 async def _command(engine: Engine, name: CommandName, **arguments: str) -> Response:
+    return JSONResponse(await _ask(engine, name, **arguments))
+
+
+async def _ask(engine: Engine, name: CommandName, **arguments: str) -> dict[str, Any]:
     """Have the core do it. Raises ApiError: 409 with the core's reason if it can't be done now."""
     try:
-        return JSONResponse(await engine.serving.core.command(name, **arguments))
+        return await engine.serving.core.command(name, **arguments)
     except CoreError as error:
         raise ApiError(409, str(error), kind="conflict", code="refused_by_core") from error
 

@@ -8,11 +8,14 @@ import msgspec
 import pytest
 from driver import add, finish_all, make, step
 from fuzz_client import Client, make_client
+from typer.testing import CliRunner
 
+from paceline_engine.cli import app
+from paceline_engine.core.outputs import StepPlan
 from paceline_engine.core.request import Request
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.state import RequestState
-from paceline_engine.core.step_log import StepLog, Stepped, decoded, replay
+from paceline_engine.core.step_log import Segment, StepLog, Stepped, decoded, replay
 
 
 def logged_run(seed: int, weight: int) -> Client:
@@ -98,3 +101,23 @@ def test_every_field_of_a_request_is_kept_but_the_derived_one():
 def test_something_else_is_no_log():
     with pytest.raises(ValueError, match="not a step log"):
         decoded(b"\x81\xa1a\x01")
+
+
+def test_the_command_line_replays_a_log(tmp_path):
+    path, broken = tmp_path / "log", tmp_path / "broken"
+    log = logged_run(2, weight=10_000).log
+    assert log is not None
+    path.write_bytes(log.encoded())
+    segment = log.segments[-1]
+    at = next(i for i, entry in enumerate(segment.entries) if isinstance(entry, Stepped) and entry.plan.scheduled)
+    segment.entries[at] = msgspec.structs.replace(segment.entries[at], plan=StepPlan())
+    broken.write_bytes(log.encoded())
+    good, bad, none = (CliRunner().invoke(app, ["replay", str(name)]) for name in (path, broken, tmp_path / "none"))
+    assert (good.exit_code, bad.exit_code, none.exit_code) == (0, 1, 2)
+    assert "every decision the same" in good.output
+    assert f"step {at_step(segment, at)}: recorded" in bad.output
+    assert "can't read the step log" in none.output
+
+
+def at_step(segment: Segment, at: int) -> int:
+    return sum(isinstance(entry, Stepped) for entry in segment.entries[:at])

@@ -400,6 +400,7 @@ def test_the_admin_port_passes_commands_to_the_core(says: Says) -> None:
         assert server.call(path, b"", admin=True).status_code == 200
     assert server.core.commands == [("reset_prefix_cache", {}), ("sleep", {"level": "2"}), ("wake", {})]
     assert server.get("/is_sleeping", admin=True).json() == {"is_sleeping": False}
+    assert server.get("/admin/explain", admin=True).json()["done"] == "explain"
     load = server.get("/v1/load", admin=True).json()
     assert load["tokenizer_digest"] == "t"
     assert load["epoch"] == server.engine.events.epoch
