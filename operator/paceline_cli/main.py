@@ -155,6 +155,21 @@ def _explain_prompt(
     raise typer.Exit(explain_prompt.run(first, second, options))
 
 
+@explain.command("tokens")
+def _explain_tokens(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="File with the JSON body of a request.")],
+    engine: Annotated[str, typer.Option(metavar="URL", help="A running engine.")] = "http://127.0.0.1:8000",
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page there instead.")] = None,
+    internal_token_file: Annotated[Path | None, typer.Option(help="File with the engine's bearer token.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Send a request and show its answer's tokens in the colours of how speculative decoding came by them."""
+    from paceline_cli.commands import explain_tokens
+
+    options = explain_tokens.Options(engine, html, internal_token_file, as_json)
+    raise typer.Exit(explain_tokens.run(request, options))
+
+
 def main() -> None:
     """Entry point: every CliError becomes one line per message on stderr."""
     try:

@@ -14,7 +14,7 @@ import msgspec
 
 from paceline_engine.messages import TokenLogprobs
 from paceline_engine.server.errors import ApiError
-from paceline_engine.server.generation import Counts, Delta, Prompt
+from paceline_engine.server.generation import Counts, Delta, Prompt, TokenKind
 from paceline_engine.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from paceline_engine.tokenizer import Tokenizer
 from paceline_engine.tools.events import CallArguments, CallBegin, Content, Event, ToolParser
@@ -65,6 +65,7 @@ class Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    kinds: list[TokenKind] = field(default_factory=list)
     started: bool = False
     finish_reason: str | None = None
     incomplete: bool | None = None
@@ -73,6 +74,7 @@ class Choice:
         """What a chat stream's chunks say of this delta: parts of a message."""
         self.counts = delta.counts
         self.logprobs += delta.logprobs
+        self.kinds += delta.kinds
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.incomplete = delta.incomplete
         events: list[Event] = [Content(delta.text)] if self.parser is None else self.parser.push(delta.text)
@@ -120,7 +122,7 @@ class Answer:
         choice = self.choices[delta.index]
         parts = choice.take(delta)
         bodies = self._chat_bodies(choice, parts) if self.chat else [{"text": delta.text}]
-        if choice.finish_reason is None and not delta.logprobs:
+        if choice.finish_reason is None and not delta.logprobs and not delta.kinds:
             # A tool parser may hold everything back.
             bodies = [body for body in bodies if body != {"delta": {}}]
         made: list[dict[str, Any]] = []
@@ -129,6 +131,7 @@ class Answer:
             entry = {"index": delta.index, **body, "logprobs": None, "finish_reason": None}
             if number == 0:
                 entry["logprobs"] = self._logprobs(choice, delta.logprobs, delta.prompt_logprobs)
+                entry |= self._kinds(choice, delta.kinds)
             if last and choice.finish_reason is not None:
                 entry |= _end(choice)
             made.append(self._envelope([entry], chunk=True) | ({"usage": usage_of()} if usage_of else {}))
@@ -160,7 +163,9 @@ class Answer:
                 }
                 body = {"message": message | ({"tool_calls": choice.calls} if choice.calls else {})}
             logprobs = self._logprobs(choice, choice.logprobs, choice.prompt_logprobs)
-            made.append({"index": index, **body, "logprobs": logprobs, **_end(choice)})
+            made.append(
+                {"index": index, **body, "logprobs": logprobs, **_end(choice), **self._kinds(choice, choice.kinds)}
+            )
             if choice.prompt.sampling.prompt_logprobs is not None and not self._echoes_logprobs(choice):
                 shown = prompt_logprobs(self.tokenizer, choice.prompt_logprobs)
                 (top if self.chat else made[-1])["prompt_logprobs"] = shown
@@ -185,6 +190,16 @@ class Answer:
             pairs += zip(choice.prompt.token_ids, of_prompt, strict=False)
         pairs += [(entry.token_id, entry) for entry in entries]
         return choice.completion_logprobs.take(pairs)
+
+    def _kinds(self, choice: Choice, kinds: Sequence[TokenKind]) -> dict[str, Any]:
+        if not choice.prompt.with_kinds:
+            return {}
+        return {
+            "token_kinds": [
+                {"token": self.tokenizer.token_text(item.token_id), "kind": item.kind, "rejected": item.rejected}
+                for item in kinds
+            ]
+        }
 
     def _envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"

@@ -9,6 +9,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from paceline_engine.core_client import Arrival, CoreError, QueueFull, RequestStream
 from paceline_engine.detokenizer import OutputText
@@ -49,6 +50,7 @@ class Prompt:
     number: int = 0
     echo: str | None = None
     prompt_only: bool = False
+    with_kinds: bool = False
 
 
 @dataclass(slots=True)
@@ -59,6 +61,30 @@ class Counts:
     cached: int = 0
     accepted: int = 0
     rejected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenKind:
+    """How a token came about.
+
+    "plain": no guess was there. "accepted": it was guessed. "replacement": a guess was wrong, and `rejected` guesses
+    with it. "bonus": all guesses were right, and this one came on top.
+    """
+
+    token_id: int
+    kind: Literal["plain", "accepted", "replacement", "bonus"]
+    rejected: int = 0
+
+
+def token_kind(output: RequestOutput, position: int) -> TokenKind:
+    """Of one token of one step's output."""
+    token_id = output.new_token_ids[position]
+    if output.num_draft_tokens == 0:
+        return TokenKind(token_id, "plain")
+    if position < output.num_accepted_tokens:
+        return TokenKind(token_id, "accepted")
+    rejected = output.num_draft_tokens - output.num_accepted_tokens
+    return TokenKind(token_id, "replacement", rejected) if rejected else TokenKind(token_id, "bonus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +100,7 @@ class Delta:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    kinds: tuple[TokenKind, ...] = ()
     finish_reason: str | None = None
     incomplete: bool | None = None
 
@@ -88,6 +115,7 @@ class _Run:
     first: float | None = None
     last: float = 0.0
     text: list[str] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
     reason: str = "abort"
 
     def __post_init__(self) -> None:
@@ -151,6 +179,7 @@ def _submit(engine: Engine, prompt: Prompt) -> RequestStream:
 
 def _advance(engine: Engine, run: _Run, index: int, arrivals: list[Arrival]) -> Delta | None:
     """The delta of what arrived; None if nothing of it can be sent yet."""
+    run.kinds = []
     text = run.prompt.echo or "" if run.first is None else ""
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -171,14 +200,22 @@ def _advance(engine: Engine, run: _Run, index: int, arrivals: list[Arrival]) -> 
             text=text,
             logprobs=tuple(logprobs),
             prompt_logprobs=prompt_logprobs,
+            kinds=tuple(run.kinds),
             finish_reason=run.reason,
             incomplete=_is_incomplete(run),
         )
     if run.prompt.constraint is not None:
         run.text.append(text)
-    if not (text or logprobs or prompt_logprobs):
+    if not (text or logprobs or prompt_logprobs or run.kinds):
         return None
-    return Delta(index=index, counts=run.counts, text=text, logprobs=tuple(logprobs), prompt_logprobs=prompt_logprobs)
+    return Delta(
+        index=index,
+        counts=run.counts,
+        text=text,
+        logprobs=tuple(logprobs),
+        prompt_logprobs=prompt_logprobs,
+        kinds=tuple(run.kinds),
+    )
 
 
 def _take(engine: Engine, run: _Run, arrival: Arrival, logprobs: list[TokenLogprobs]) -> str:
@@ -191,6 +228,8 @@ def _take(engine: Engine, run: _Run, arrival: Arrival, logprobs: list[TokenLogpr
     for position, token_id in enumerate(output.new_token_ids if not prompt.prompt_only else ()):
         is_last = output.finish_reason == "stop" and position == len(output.new_token_ids) - 1
         text += run.output.push(token_id, silent=is_last and not _shows_stop(engine, prompt, token_id))
+        if prompt.with_kinds:
+            run.kinds.append(token_kind(output, position))
         if prompt.sampling.logprobs is not None and position < len(output.logprobs):
             logprobs.append(output.logprobs[position])
         if run.output.stopped:

@@ -214,6 +214,7 @@ def _prompt(
         ttft_at=None if ttft is None else arrived + ttft / 1000,
         e2e_at=arrived + min(limits) / 1000 if limits else None,
         constraint=compiled,
+        with_kinds=request.return_token_kinds,
         adapter=None if request.model == engine.model_name else request.model,
         **more,
     )

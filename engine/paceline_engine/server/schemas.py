@@ -45,7 +45,10 @@ class StreamOptions(StrictModel):
 
 
 class GenerationRequest(GuidedFields):
-    """What chat and completions share. priority: lower runs first; *_deadline_ms: milliseconds from arrival."""
+    """What chat and completions share. priority: lower runs first; *_deadline_ms: milliseconds from arrival.
+
+    return_token_kinds: say of each token how speculation came by it.
+    """
 
     model: str
     stream: bool = False
@@ -74,6 +77,7 @@ class GenerationRequest(GuidedFields):
     cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
     deadline_ms: Count | None = None
     ttft_deadline_ms: Count | None = None
+    return_token_kinds: bool = False
     user: str | None = None
 
     @property

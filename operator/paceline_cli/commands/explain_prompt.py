@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline_cli.commands.prefix import Prompt, Sharing, compare
-from paceline_cli.errors import EXIT_DONE, BadInput, CliError
+from paceline_cli.engine_call import post
+from paceline_cli.errors import EXIT_DONE, BadInput
 
 TIMEOUT_SECONDS = 30.0
 # What /tokenize takes of a request; the rest has no part in the prompt.
@@ -66,7 +65,10 @@ def _tokenized(path: str, options: Options) -> Prompt:
         asked = {name: body[name] for name in ("model", "prompt", "add_special_tokens") if body.get(name) is not None}
     else:
         raise BadInput(f"{path}: the request has neither messages nor a prompt that is one text")
-    answer = _call(asked | {"return_token_strs": True}, path, options)
+    wanted = asked | {"return_token_strs": True}
+    answer = post(
+        options.engine, "/tokenize", wanted, about=path, token_file=options.token_file, timeout=TIMEOUT_SECONDS
+    )
     return Prompt(
         name=path,
         token_ids=answer["tokens"],
@@ -85,28 +87,3 @@ def _request(text: str) -> dict[str, Any]:
         body = None
     is_request = isinstance(body, dict) and ("messages" in body or "prompt" in body)
     return body if is_request else {"prompt": text}  # type: ignore[return-value]
-
-
-def _call(body: dict[str, Any], path: str, options: Options) -> dict[str, Any]:
-    headers = {"content-type": "application/json"}
-    if options.token_file is not None:
-        try:
-            headers["authorization"] = f"Bearer {options.token_file.read_text('utf-8').strip()}"
-        except OSError as error:
-            raise BadInput(f"can't read --internal-token-file {options.token_file}: {error.strerror}") from error
-    url = f"{options.engine.rstrip('/')}/tokenize"
-    try:
-        request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise BadInput(f"{path}: the engine refuses it: {_reason(error)}") from error
-    except (OSError, ValueError) as error:
-        raise CliError(f"can't ask the engine at {options.engine}: {error}: check --engine and that it runs") from error
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"HTTP {error.code}"

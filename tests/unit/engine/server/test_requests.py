@@ -256,6 +256,28 @@ def test_prompt_logprobs_have_vllms_shape(new_server: Says) -> None:
     assert entries[1] == {"98": {"logprob": -0.25, "rank": 1, "decoded_token": "b"}}
 
 
+def test_each_token_says_how_speculation_came_by_it(new_server: Says) -> None:
+    def script(request: AddRequest) -> list[RequestOutput]:
+        def out(ids: bytes, drafted: int, accepted: int, end: str | None = None) -> RequestOutput:
+            return RequestOutput(
+                request_id=request.request_id, new_token_ids=tuple(ids), num_draft_tokens=drafted,
+                num_accepted_tokens=accepted, finish_reason=end,
+            )  # fmt: skip
+
+        return [out(b"a", 0, 0), out(b"bc", 3, 1), out(b"def", 2, 2, "length")]
+
+    expected = [
+        ("a", "plain", 0), ("b", "accepted", 0), ("c", "replacement", 2), ("d", "accepted", 0), ("e", "accepted", 0),
+        ("f", "bonus", 0),
+    ]  # fmt: skip
+    for stream in (False, True):
+        answer = new_server(script).complete(return_token_kinds=True, stream=stream)
+        parts = events(answer.text) if stream else [answer.json()]
+        kinds = [item for part in parts for item in part["choices"][0]["token_kinds"]]
+        assert [(item["token"], item["kind"], item["rejected"]) for item in kinds] == expected
+    assert "token_kinds" not in new_server(script).complete().json()["choices"][0]
+
+
 def test_usage_tells_cached_and_predicted_tokens(new_server: Says) -> None:
     def script(request: AddRequest) -> list[RequestOutput]:
         first = RequestOutput(request_id=request.request_id, new_token_ids=(65,), num_cached_tokens=2)
