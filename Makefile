@@ -10,7 +10,7 @@ FILE ?= manifests/examples/smollm2.yaml
 PORT ?= 8080
 STAMP := $(VENV)/.paceline-installed
 
-.PHONY: help setup up test test-all check kube node e2e gen bench-mechanisms bench-skeleton clean
+.PHONY: help setup up test test-all check kube node e2e gen bench-engine bench-mechanisms bench-skeleton clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -50,6 +50,9 @@ e2e: $(STAMP) ## The whole product as local processes
 
 gen: $(STAMP) ## Write the generated files: CRDs, reference pages
 	$(PY) hack/generate.py
+
+bench-engine: $(STAMP) ## Engine speed beside llama.cpp, transformers and the machine's roof
+	$(PY) benchmarks/engine.py
 
 bench-mechanisms: $(STAMP) ## Each mechanism of the engine on and off, as ratios -> benchmarks/results/mechanisms.json
 	$(PY) benchmarks/mechanisms.py

@@ -22,6 +22,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 from report import Bar, Report, Row
@@ -134,7 +135,11 @@ class Peer:
             self._model.load_state_dict(load_file(path), strict=False)
         self._model.tie_weights()
 
-    def tokens_per_second(self, batch: int) -> float:
+    def parameters(self) -> list[Any]:
+        """Tensors of the model, a tied head once."""
+        return list(self._model.parameters())
+
+    def tokens_per_second(self, batch: int, tokens: int = OUTPUT_TOKENS) -> float:
         ids = self._torch.tensor([self._ids] * batch)
         started = time.perf_counter()
         with self._torch.inference_mode():
@@ -142,11 +147,11 @@ class Peer:
                 ids,
                 attention_mask=self._torch.ones_like(ids),
                 do_sample=False,
-                min_new_tokens=OUTPUT_TOKENS,
-                max_new_tokens=OUTPUT_TOKENS,
+                min_new_tokens=tokens,
+                max_new_tokens=tokens,
                 pad_token_id=0,
             )
-        return batch * OUTPUT_TOKENS / (time.perf_counter() - started)
+        return batch * tokens / (time.perf_counter() - started)
 
 
 def ours_tokens_per_second(base: str, client: httpx.Client, batch: int) -> float:

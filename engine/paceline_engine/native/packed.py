@@ -27,7 +27,7 @@ from paceline_engine.models.weights import WeightFiles
 from paceline_engine.native.library import FORMATS, PANEL
 
 # Of the layout; a file of another version is not found, since the version is in its name.
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 MATRICES = ("qkv", "output", "gate_up", "down")
 Bytes = npt.NDArray[np.uint8]

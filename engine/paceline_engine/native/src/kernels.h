@@ -23,14 +23,15 @@ enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
-// Bytes of one packed panel of `inner` rows; a quantised group is PANEL half-precision scales, then its values.
+// Bytes of one packed panel of `inner` rows; a quantised group is PANEL half-precision scales, with INT4 as many minima,
+// then its values.
 inline int64_t panel_bytes(int32_t format, int64_t inner) {
   const int64_t groups = (inner + GROUP - 1) / GROUP;
   switch (format) {
     case FLOAT32: return inner * PANEL * 4;
     case BFLOAT16: return inner * PANEL * 2;
     case INT8: return groups * (PANEL * 2 + PANEL * GROUP);
-    default: return groups * (PANEL * 2 + PANEL * GROUP / 2);
+    default: return groups * (PANEL * 4 + PANEL * GROUP / 2);
   }
 }
 

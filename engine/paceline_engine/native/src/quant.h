@@ -1,7 +1,8 @@
 // The same products with 8-bit or 4-bit weights and 8-bit activations, exact in integers within each group of GROUP.
 //
-// Weights are unsigned (zero point 128 or 8) and activations signed, as the CPUs' dot products want them; the zero
-// point times the sum of a group's activations is taken off before the group is scaled.
+// Weights are unsigned and activations signed, as the CPUs' dot products want them. 8 bits: scale * (q - 128). 4 bits:
+// scale * q + minimum, the form of GGUF's Q4_1, whose weights it holds exactly. The sum of a group's activations gives
+// what 128 and the minimum add.
 #pragma once
 
 #include <cmath>
@@ -83,7 +84,8 @@ INLINE void group_sums(const int8_t* x, int64_t stride, const uint8_t* w, Vi (&a
 template <int ROWS, bool SMALL>
 __attribute__((noinline)) void integer_tile(const QuantisedRows& x, int64_t row, int64_t groups, const uint8_t* w,
                                             float* y, Ahead ahead) {
-  constexpr int64_t group_bytes = PANEL * 2 + (SMALL ? PANEL * GROUP / 2 : PANEL * GROUP);
+  constexpr int64_t head = SMALL ? PANEL * 4 : PANEL * 2;
+  constexpr int64_t group_bytes = head + (SMALL ? PANEL * GROUP / 2 : PANEL * GROUP);
   const int64_t stride = groups * GROUP;
   const int8_t* values = x.values + row * stride;
   Vf acc[ROWS][VECTORS] = {};
@@ -92,18 +94,22 @@ __attribute__((noinline)) void integer_tile(const QuantisedRows& x, int64_t row,
     Vi sums[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      const int32_t zero = (SMALL ? -8 : -128) * x.sums[(row + r) * groups + group];
+      const int32_t zero = SMALL ? 0 : -128 * x.sums[(row + r) * groups + group];
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) sums[r][v] = zero - Vi{};
     }
-    group_sums<ROWS, SMALL>(values, stride, w + PANEL * 2, sums);
+    group_sums<ROWS, SMALL>(values, stride, w + head, sums);
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) {
       const Vf scale = load_half(reinterpret_cast<const uint16_t*>(w) + v * LANES);
+      const Vf minimum = SMALL ? load_half(reinterpret_cast<const uint16_t*>(w) + PANEL + v * LANES) : Vf{};
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r)
-        acc[r][v] += __builtin_convertvector(sums[r][v], Vf) *
-                     (scale * splat(x.scales[(row + r) * groups + group]));
+      for (int r = 0; r < ROWS; ++r) {
+        const int64_t at = (row + r) * groups + group;
+        Vf value = __builtin_convertvector(sums[r][v], Vf) * scale;
+        if constexpr (SMALL) value += minimum * splat(static_cast<float>(x.sums[at]));
+        acc[r][v] += value * splat(x.scales[at]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -186,35 +192,46 @@ INLINE float half_value(uint16_t bits) {
   return static_cast<float>(h);
 }
 
-// The 4-bit scale with the least squared error among a few below and above the one that maps the extreme to -8.
-inline float best_scale(const float (&w)[GROUP], float extreme) {
-  float best = 0.0f, least = INFINITY;
-  for (int step = -4; step <= 12; ++step) {
-    const float scale = half_value(half_bits(extreme / (-8.0f + 0.125f * step)));
-    if (scale == 0.0f) continue;
+struct Scale {
+  float scale, minimum;
+};
+
+// What q = 0 ... 15 stand for: from the smallest to the largest weight, or a somewhat narrower range if that has the
+// smaller squared error.
+inline Scale four_bit_scale(const float (&w)[GROUP]) {
+  float low = w[0], high = w[0];
+  for (float x : w) low = std::fmin(low, x), high = std::fmax(high, x);
+  Scale best{0.0f, half_value(half_bits(low))};
+  float least = INFINITY;
+  for (int step = 0; step <= 6; ++step) {
+    const float cut = 0.02f * step * (high - low);
+    const Scale tried{half_value(half_bits((high - low - 2 * cut) / 15.0f)), half_value(half_bits(low + cut))};
+    if (tried.scale == 0.0f) break;
     float error = 0.0f;
     for (float x : w) {
-      const float q = std::fmin(7.0f, std::fmax(-8.0f, std::nearbyint(x / scale)));
-      error += (x - q * scale) * (x - q * scale);
+      const float q = std::fmin(15.0f, std::fmax(0.0f, std::nearbyint((x - tried.minimum) / tried.scale)));
+      const float off = x - (q * tried.scale + tried.minimum);
+      error += off * off;
     }
-    if (error < least) least = error, best = scale;
+    if (error < least) least = error, best = tried;
   }
   return best;
 }
 
 // One column's group of weights into its place in a packed group.
 inline void pack_group(const float (&w)[GROUP], bool small, int column, uint8_t* group) {
-  float extreme = 0.0f;
-  for (float x : w) extreme = std::fabs(x) > std::fabs(extreme) ? x : extreme;
-  const float scale = small ? best_scale(w, extreme) : half_value(half_bits(extreme / 127.0f));
-  const uint16_t bits = half_bits(scale);
-  std::memcpy(group + 2 * column, &bits, 2);
-  uint8_t* values = group + PANEL * 2;
+  float magnitude = 0.0f;
+  for (float x : w) magnitude = std::fmax(magnitude, std::fabs(x));
+  const Scale fit = small ? four_bit_scale(w) : Scale{half_value(half_bits(magnitude / 127.0f)), 0.0f};
+  const uint16_t scale = half_bits(fit.scale), minimum = half_bits(fit.minimum);
+  std::memcpy(group + 2 * column, &scale, 2);
+  if (small) std::memcpy(group + 2 * (PANEL + column), &minimum, 2);
+  uint8_t* values = group + (small ? PANEL * 4 : PANEL * 2);
   for (int k = 0; k < GROUP; ++k) {
-    const float exact = scale != 0.0f ? std::nearbyint(w[k] / scale) : 0.0f;
+    const float exact = fit.scale != 0.0f ? std::nearbyint((w[k] - fit.minimum) / fit.scale) : 0.0f;
     const int quad = k / 4, byte = k % 4;
     if (small) {
-      const int q = static_cast<int>(std::fmin(7.0f, std::fmax(-8.0f, exact))) + 8;
+      const int q = static_cast<int>(std::fmin(15.0f, std::fmax(0.0f, exact)));
       uint8_t& at = values[((quad % (QUADS / 2)) * PANEL + column) * 4 + byte];
       at = static_cast<uint8_t>(quad < QUADS / 2 ? (at & 0xf0) | q : (at & 0x0f) | q << 4);
     } else {

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline_engine.backends.cpu_decoder import create_decoder
+from paceline_engine.config import EngineConfig
+from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.native.build import NativeBuildError, ensure_library, find_compiler
 from paceline_engine.native.decoder import NativeDecoder, unsupported
@@ -142,7 +151,8 @@ def four_bit(checkpoints, tmp_path_factory, make_checkpoint):
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and "layers" in name:
             tensors[name] = torch.clamp((tensor * 16).round(), -8, 7) / 16
-            tensors[name][:, ::32] = -0.5
+            tensors[name][:, ::32] = -8 / 16
+            tensors[name][:, 1::32] = 7 / 16
     path = tmp_path_factory.mktemp("four-bit") / "model.safetensors"
     save_file(tensors, path)
     return make_checkpoint(tiny.config, [path], None)
@@ -201,3 +211,108 @@ def test_architectures_beyond_the_kernels_are_named(tiny):
     assert unsupported(tiny.config) is None
     assert "soft caps" in str(unsupported(replace(tiny.config, logit_softcap=30.0)))
     assert "gelu" in str(unsupported(replace(tiny.config, hidden_act="gelu_tanh")))
+
+
+def test_more_threads_than_cpus_in_two_decoders_at_once(tiny, new_loop, prompts_for, library):
+    """Threads that lose their CPU in the middle of a step delay it, but neither stop it nor change it."""
+    prompts = prompts_for(5, tiny.config.vocab_size, seed=8, longest=50)
+    expected = reference(tiny, prompts)
+    crowd = partial(NativeDecoder, library, weight_format="float32", threads=3 * (os.cpu_count() or 1) + 1)
+    with ThreadPoolExecutor(2) as pool:
+        loops = [new_loop(tiny, make_decoder=crowd) for _ in range(2)]
+        assert list(pool.map(lambda loop: run(loop, prompts), loops)) == [expected, expected]
+
+
+def test_idle_threads_sleep(tiny, new_loop, prompts_for, library):
+    """A neighbour needs the CPU that a thread without work would spin on."""
+    loop = new_loop(tiny, make_decoder=partial(NativeDecoder, library, weight_format="float32", threads=4))
+    before = set(Path("/proc/self/task").iterdir())
+    decoder = NativeDecoder(library, tiny.config, tiny.files, max_model_len=8, weight_format="float32", threads=4)
+    mine = set(Path("/proc/self/task").iterdir()) - before
+    assert len(mine) == 3
+    run(loop, prompts_for(2, tiny.config.vocab_size))
+
+    def states() -> set[str]:
+        return {(task / "stat").read_text().rsplit(")", 1)[1].split()[0] for task in mine}
+
+    deadline = time.monotonic() + 30
+    while states() != {"S"} and time.monotonic() < deadline:
+        os.sched_yield()
+    assert states() == {"S"}
+    del decoder
+
+
+@pytest.fixture
+def converted(tiny, tmp_path) -> Path:
+    """A model folder in the cache: ours to write to."""
+    (tmp_path / "paceline.json").write_text("{}")
+    return tmp_path
+
+
+def test_weights_are_packed_once_and_shared_by_later_engines(tiny, new_loop, prompts_for, native, converted):
+    prompts = prompts_for(3, tiny.config.vocab_size)
+    cached = partial(native, cache=converted)
+    first = run(new_loop(tiny, make_decoder=cached), prompts)
+    (packed,) = converted.glob("packed-*")
+    written = packed.stat().st_mtime_ns
+    assert run(new_loop(tiny, make_decoder=cached), prompts) == first == reference(tiny, prompts)
+    assert [path.stat().st_mtime_ns for path in converted.glob("packed-*")] == [written]
+
+
+def test_a_disk_without_room_for_packed_weights_does_not_stop_an_engine(
+    tiny, new_loop, prompts_for, native, converted, monkeypatch, caplog
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    prompts = prompts_for(3, tiny.config.vocab_size)
+    loop = new_loop(tiny, make_decoder=partial(native, cache=converted))
+    assert run(loop, prompts) == reference(tiny, prompts)
+    assert "No space left" in caplog.text
+    assert [path.name for path in converted.iterdir()] == ["paceline.json"]
+
+
+def test_a_users_checkpoint_folder_stays_as_it_is(tiny, native):
+    folder = tiny.files[0].parent
+    before = sorted(folder.iterdir())
+    native(tiny.config, tiny.files, max_model_len=8, cache=folder)
+    assert sorted(folder.iterdir()) == before
+
+
+class TestChoice:
+    """`--cpu-kernels` and `--quantization` on machines with and without a compiler."""
+
+    @pytest.fixture
+    def no_compiler(self, monkeypatch):
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CXX", raising=False)
+
+    def decoder(self, tiny, tmp_path, **options):
+        config = EngineConfig(model_dir=str(tiny.files[0].parent), native_dir=str(tmp_path), **options)
+        return create_decoder(config, tiny.config, tiny.files, max_model_len=64, threads=1)
+
+    def test_without_a_compiler_torch_runs_and_the_log_says_so(self, tiny, tmp_path, no_compiler, caplog):
+        assert isinstance(self.decoder(tiny, tmp_path), Decoder)
+        assert "no C++ compiler" in caplog.text
+
+    def test_what_was_insisted_on_is_refused_in_one_line(self, tiny, tmp_path, no_compiler):
+        with pytest.raises(ValueError, match="--cpu-kernels native: no C\\+\\+ compiler"):
+            self.decoder(tiny, tmp_path, cpu_kernels="native")
+        with pytest.raises(ValueError, match="--quantization int4 needs the native CPU kernels: no C\\+\\+ compiler"):
+            self.decoder(tiny, tmp_path, quantization="int4")
+        with pytest.raises(ValueError, match="--quantization int8 needs the native CPU kernels"):
+            self.decoder(tiny, tmp_path, cpu_kernels="torch", quantization="int8")
+
+    def test_a_library_that_was_built_before_needs_no_compiler(self, tiny, tmp_path, library, monkeypatch):
+        built = ensure_library(default_cache_dir())
+        target = tmp_path / "image" / built.parent.name.rsplit("-", 1)[0] / built.name
+        target.parent.mkdir(parents=True)
+        shutil.copy(built, target)
+        monkeypatch.setenv("PACELINE_NATIVE_DIR", str(tmp_path / "image"))
+        monkeypatch.setenv("PATH", "")
+        assert isinstance(self.decoder(tiny, tmp_path / "cache", cpu_kernels="native"), NativeDecoder)
+
+    def test_precision_of_weights_is_part_of_the_identity_of_kv(self):
+        digests = {EngineConfig(model_dir="m", quantization=name).weights_dtype for name in ("none", "int8", "int4")}
+        assert len(digests) == 3
