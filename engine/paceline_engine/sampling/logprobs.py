@@ -19,16 +19,23 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
     """One record for each row of `logits` [rows, vocab] and its token, with the row's number of alternatives."""
     if not token_ids:
         return []
-    totals = logits.logsumexp(-1).tolist()
+    totals = _log_sum_exp(logits).tolist()
     rows = logits.numpy()
     values, ids = _top(logits, max(num_top))
     records: list[TokenLogprobs] = []
     for index, (token_id, count, total) in enumerate(zip(token_ids, num_top, totals, strict=True)):
         row = rows[index]
         rank = int(np.count_nonzero(row > row[token_id])) + 1
-        likely = zip(ids[index, :count].tolist(), (values[index, :count] - total).tolist(), strict=True)
+        likely = zip(ids[index, :count].tolist(), (values[index, :count].double() - total).tolist(), strict=True)
         records.append(TokenLogprobs(token_id, float(row[token_id]) - total, rank, tuple(likely)))
     return records
+
+
+def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """[rows] float64: rounded to float32, the total of a row would shift all of its log probabilities alike."""
+    largest = logits.amax(-1, keepdim=True)
+    sums = (logits - largest).exp_().sum(-1, dtype=torch.float64)
+    return sums.log() + largest[:, 0].double()
 
 
 def _top(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

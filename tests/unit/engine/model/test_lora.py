@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline_engine.config import EngineConfig
+from paceline_engine.core.step_log import StepLog
 from paceline_engine.core_commands import Commands
 from paceline_engine.core_setup import build_core
 from paceline_engine.messages import AddRequest, Command, CommandResult, SamplingParams
@@ -235,7 +236,9 @@ def test_commands_load_and_unload_on_the_running_core(adapters, tmp_path):
     model = checkpoint.files[0].parent
     (model / "tokenizer.json").write_text("{}")
     core = build_core(EngineConfig(model_dir=str(model), kv_cache_bytes=4 << 20, block_size=4))
-    commands = Commands(core.scheduler, core.backend)
+    log = StepLog(core.scheduler)
+    log.begin()
+    commands = Commands(core.scheduler, core.backend, log)
 
     def run(name: str, /, **arguments: str) -> CommandResult:
         return commands.run(Command(command_id="1", name=name, arguments=arguments), 0.0)[0]
