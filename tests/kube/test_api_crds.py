@@ -48,7 +48,7 @@ def other(kind: str, **spec: Any) -> dict[str, Any]:
 
 
 REFUSED = [
-    (service(model={"source": "hf://org/name"}), "spec.model.source"),
+    (service(model={"source": "pvc://claim/path"}), "spec.model.source"),
     (service(model={"source": GGUF, "adapters": []}), "spec.model.adapters"),
     (service(model={}), "spec.model.source"),
     (service(engine={"runtime": "vllm"}), "spec.engine.runtime"),
