@@ -17,7 +17,7 @@ help: ## Show this list
 
 setup: $(STAMP) ## Install Python packages into .venv (about 3 GB with torch; minutes the first time)
 
-$(STAMP): pyproject.toml constraints.txt hack/setup.sh
+$(STAMP): pyproject.toml constraints.txt hack/setup.sh $(wildcard engine/paceline_engine/native/src/*)
 	@VENV=$(VENV) hack/setup.sh
 	@touch $(STAMP)
 

