@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -116,14 +117,15 @@ class PrefillSequence:
         return self.start + self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """A flat token batch: short shares first, by number of tokens and length of context, then prefill chunks.
 
     items: the shares in the batch's order. logits_rows: for each of samplers, the requests that sample, its last known
     token and its guesses; then the rows of `scored`, requests whose prompt tokens' logprobs are asked for, every token
     of their shares. Sequence s is rows [sequence_begins[s], sequence_begins[s + 1]); its blocks are block_tables[s],
-    with stale entries past its own.
+    with stale entries past its own. Groups are made when first asked for, since not every attention wants them; that
+    must be before the tables change.
     """
 
     items: tuple[ScheduledRequest, ...]
@@ -133,10 +135,27 @@ class Batch:
     logits_rows: torch.Tensor
     sequence_begins: torch.Tensor
     block_tables: torch.Tensor
-    decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillSequence, ...]
     samplers: tuple[ScheduledRequest, ...]
     scored: tuple[ScheduledRequest, ...]
+    num_short: int
+    rows: IntArray
+    tables: BlockTables
+    dtype: torch.dtype
+
+    @cached_property
+    def decodes(self) -> tuple[DecodeGroup, ...]:
+        """Groups of short shares that are attended to together."""
+        short = self.items[: self.num_short]
+        return tuple(_decode_groups(short, self.rows[: self.num_short], self.tables, self.dtype))
+
+    @cached_property
+    def prefills(self) -> tuple[PrefillSequence, ...]:
+        """The long shares."""
+        ends: list[int] = self.sequence_begins[1:].tolist()
+        return tuple(
+            _prefill(self.items[index], ends[index], self.rows[index : index + 1], self.tables)
+            for index in range(self.num_short, len(self.items))
+        )
 
 
 def build_batch(
@@ -166,14 +185,12 @@ def build_batch(
         logits_rows=torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *spans])),
         sequence_begins=torch.from_numpy(np.concatenate([np.zeros(1, dtype=np.int64), ends])),
         block_tables=torch.from_numpy(tables.block_ids(rows, -(-max(item.end for item in items) // tables.block_size))),
-        decodes=tuple(_decode_groups(short, rows[: len(short)], tables, dtype)),
-        prefills=tuple(
-            _prefill(item, int(end), rows[index : index + 1], tables)
-            for index, (item, end) in enumerate(zip(items, ends, strict=True))
-            if index >= len(short)
-        ),
         samplers=tuple(items[index] for index in samples),
         scored=tuple(items[index] for index in scored),
+        num_short=len(short),
+        rows=rows,
+        tables=tables,
+        dtype=dtype,
     )
 
 
