@@ -4,7 +4,7 @@ Same weights, precision, threads, prompts and lengths on all sides; runs are int
 noisy neighbour hits everybody. Requests never share a prefix, so no side's cache helps. Writes results/engine.json and
 engine.md. See peers.py for where llama.cpp comes from; without it its bars say that they were not measured.
 
-    python benchmarks/engine.py [--rounds=5]
+    python benchmarks/engine.py [--rounds=5] [--only=float32]
 """
 
 from __future__ import annotations
@@ -79,6 +79,31 @@ def tokens_per_second(base: str, client: httpx.Client, lengths: Sequence[int]) -
     return counted / seconds
 
 
+def roof_shares(report: Report, args: argparse.Namespace, base: str, threads: int) -> None:
+    """How near ours comes to the machine's roofs, each measured between ours' runs."""
+    roofs, peer = Roofs(threads), Peer()
+    parameters = sum(tensor.numel() for tensor in peer.parameters())
+    head = peer.parameters()[0].numel()
+    prompt_tokens = peer.num_tokens(prompt())
+    with httpx.Client(limits=httpx.Limits(max_connections=64)) as client:
+        one, read = medians(
+            [partial(tokens_per_second, base, client, [OUTPUT_TOKENS]), roofs.bytes_per_second], args.rounds
+        )
+        many, flops = medians(
+            [partial(tokens_per_second, base, client, [OUTPUT_TOKENS] * 32), roofs.flops], args.rounds
+        )
+    # Prompt tokens are computed too, but for the head.
+    per_output = 2 * (parameters + prompt_tokens / OUTPUT_TOKENS * (parameters - head))
+    report.rows.append(Row("machine", f"memory read by {threads} threads", "GB/s", round(read / 1e9, 1)))
+    report.rows.append(Row("machine", f"multiply-adds of {threads} threads", "GFLOP/s", round(flops / 1e9)))
+    report.bars.append(
+        Bar("share of the memory's roof, 1 at once", round(one * parameters * 4 / read, 2), ">=", OF_THE_ROOF)
+    )
+    report.bars.append(
+        Bar("share of the arithmetic's roof, 32 at once", round(many * per_output / flops, 2), ">=", OF_THE_ROOF)
+    )
+
+
 def sent(base: str, fields: dict[str, object]) -> dict[str, object]:
     """Without what only llama.cpp knows, for ours."""
     return fields if base in LLAMA_BASES else {k: v for k, v in fields.items() if k != "cache_prompt"}
@@ -104,18 +129,26 @@ def medians(runs: Sequence[Callable[[], float]], rounds: int) -> list[float]:
     return [statistics.median(column) for column in columns]
 
 
-def roofs(threads: int) -> tuple[float, float]:
-    """Bytes a second read from memory and floating-point operations a second of all threads: the best of several."""
-    library = load_library(ensure_library(default_cache_dir()))
-    data = np.ones(400_000_000, dtype=np.uint8)
-    read = max(library.paceline_read_roof(data.ctypes.data, data.nbytes, threads) for _ in range(10))
-    flops = max(library.paceline_multiply_add_roof(20_000, threads) for _ in range(20))
-    return read, flops
+class Roofs:
+    """What this machine's memory and arithmetic can do at most, measured by loops of the same library."""
+
+    def __init__(self, threads: int) -> None:
+        self._library = load_library(ensure_library(default_cache_dir()))
+        self._data = np.ones(400_000_000, dtype=np.uint8)
+        self._threads = threads
+
+    def bytes_per_second(self) -> float:
+        """Read from memory by all threads; half a second."""
+        read = self._library.paceline_read_roof
+        return statistics.median(read(self._data.ctypes.data, self._data.nbytes, self._threads) for _ in range(20))
+
+    def flops(self) -> float:
+        """Floating-point operations a second of all threads, all in registers; half a second."""
+        return statistics.median(self._library.paceline_multiply_add_roof(30_000, self._threads) for _ in range(15))
 
 
-def compare_speed(report: Report, args: argparse.Namespace, label: str, ours: str, llama: str | None) -> list[float]:
-    """Rows and bars of ours beside llama.cpp at each number of requests; our tokens/s."""
-    found: list[float] = []
+def compare_speed(report: Report, args: argparse.Namespace, label: str, ours: str, llama: str | None) -> None:
+    """Rows and bars of ours beside llama.cpp at each number of requests."""
     with httpx.Client(limits=httpx.Limits(max_connections=64)) as client:
         bases = [ours] if llama is None else [ours, llama]
         for base in bases:
@@ -123,11 +156,9 @@ def compare_speed(report: Report, args: argparse.Namespace, label: str, ours: st
         for batch in BATCHES:
             lengths = [OUTPUT_TOKENS] * batch
             values = medians([partial(tokens_per_second, base, client, lengths) for base in bases], args.rounds)
-            found.append(values[0])
             add(report, f"{label}, {batch} at once", "output tokens", "1/s", values, NEXT_TO_LLAMA[batch], ">=")
         values = medians([partial(first_token_seconds, base, client) for base in bases], args.rounds)
         add(report, f"{label}, 1,000-token prompt", "time to first token", "s", values, 1.0, "<=")
-    return found
 
 
 def add(report: Report, case: str, metric: str, unit: str, values: Sequence[float], bound: float, op: str) -> None:
@@ -141,23 +172,15 @@ def add(report: Report, case: str, metric: str, unit: str, values: Sequence[floa
 
 
 def float32_speed(report: Report, args: argparse.Namespace, threads: int) -> None:
-    read, flops = roofs(threads)
     with engine("--cpu-kernels=native", "--max-num-seqs=32") as (ours, _):
         if find_llama_server() is None:
-            speeds = compare_speed(report, args, "float32", ours, None)
+            compare_speed(report, args, "float32", ours, None)
         else:
             with llama_server(float32_gguf(), slots=32, tokens_per_slot=1280, threads=threads, kv_type="f32") as llama:
                 LLAMA_BASES.add(llama)
-                speeds = compare_speed(report, args, "float32", ours, llama)
+                compare_speed(report, args, "float32", ours, llama)
+        roof_shares(report, args, ours, threads)
         beside_transformers(report, args, ours)
-    peer = Peer()
-    parameters = sum(tensor.numel() for tensor in peer.parameters())
-    bandwidth = speeds[0] * parameters * 4 / read
-    arithmetic = speeds[-1] * parameters * 2 / flops
-    report.rows.append(Row("machine", f"memory read by {threads} threads", "GB/s", round(read / 1e9, 1)))
-    report.rows.append(Row("machine", f"multiply-adds of {threads} threads", "GFLOP/s", round(flops / 1e9)))
-    report.bars.append(Bar("share of the memory's roof, 1 at once", round(bandwidth, 2), ">=", OF_THE_ROOF))
-    report.bars.append(Bar("share of the arithmetic's roof, 32 at once", round(arithmetic, 2), ">=", OF_THE_ROOF))
 
 
 def beside_transformers(report: Report, args: argparse.Namespace, ours: str) -> None:
@@ -196,14 +219,17 @@ def four_bit_speed(report: Report, args: argparse.Namespace, threads: int) -> No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("float32", "4-bit"))
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     threads = num_threads()
     log.info("%d threads a side, 32 slots, about 30 prompt and %d output tokens", threads, OUTPUT_TOKENS)
     report = Report("engine")
-    float32_speed(report, args, threads)
-    four_bit_speed(report, args, threads)
+    if args.only != "4-bit":
+        float32_speed(report, args, threads)
+    if args.only != "float32":
+        four_bit_speed(report, args, threads)
     path = report.write()
     log.info("%s", path.with_suffix(".md").read_text())
     return 0

@@ -129,14 +129,19 @@ class Peer:
             dtype=torch.float32,
         )
         self._torch = torch
-        self._ids = Tokenizer.from_file(str(loaded.tokenizer_file)).encode(PROMPT).ids
+        self._tokenizer = Tokenizer.from_file(str(loaded.tokenizer_file))
+        self._ids = self._tokenizer.encode(PROMPT).ids
         self._model = LlamaForCausalLM(config).eval()
         for path in loaded.files:
             self._model.load_state_dict(load_file(path), strict=False)
         self._model.tie_weights()
 
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a prompt."""
+        return len(self._tokenizer.encode(text).ids)
+
     def parameters(self) -> list[Any]:
-        """Tensors of the model, a tied head once."""
+        """Tensors of the model, the embedding first, a tied head once."""
         return list(self._model.parameters())
 
     def tokens_per_second(self, batch: int, tokens: int = OUTPUT_TOKENS) -> float:
