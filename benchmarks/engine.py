@@ -37,6 +37,8 @@ LONG_PROMPT_WORDS = 1000
 NEXT_TO_LLAMA = {1: 1.0, 8: 1.5, 32: 2.0}
 OF_THE_ROOF = 0.6
 log = logging.getLogger("bench")
+# llama.cpp closes idle connections after 5 s; ours to it must be given up before.
+CONNECTIONS = httpx.Limits(max_connections=64, keepalive_expiry=1.0)
 _serial = itertools.count(1)
 
 
@@ -85,7 +87,7 @@ def roof_shares(report: Report, args: argparse.Namespace, base: str, threads: in
     parameters = sum(tensor.numel() for tensor in peer.parameters())
     head = peer.parameters()[0].numel()
     prompt_tokens = peer.num_tokens(prompt())
-    with httpx.Client(limits=httpx.Limits(max_connections=64)) as client:
+    with httpx.Client(limits=CONNECTIONS) as client:
         one, read = medians(
             [partial(tokens_per_second, base, client, [OUTPUT_TOKENS]), roofs.bytes_per_second], args.rounds
         )
@@ -149,7 +151,7 @@ class Roofs:
 
 def compare_speed(report: Report, args: argparse.Namespace, label: str, ours: str, llama: str | None) -> None:
     """Rows and bars of ours beside llama.cpp at each number of requests."""
-    with httpx.Client(limits=httpx.Limits(max_connections=64)) as client:
+    with httpx.Client(limits=CONNECTIONS) as client:
         bases = [ours] if llama is None else [ours, llama]
         for base in bases:
             tokens_per_second(base, client, [8] * 4)
@@ -187,7 +189,7 @@ def beside_transformers(report: Report, args: argparse.Namespace, ours: str) -> 
     """32 requests at once, with equal and with mixed lengths: transformers runs each batch to its longest."""
     peer = Peer()
     cases = (("equal lengths", [OUTPUT_TOKENS] * 32, 1.5), ("mixed lengths", list(MIXED_TOKENS), 2.5))
-    with httpx.Client(limits=httpx.Limits(max_connections=64)) as client:
+    with httpx.Client(limits=CONNECTIONS) as client:
         for name, lengths, bound in cases:
             longest = max(lengths)
             useful = sum(lengths) / (longest * len(lengths))

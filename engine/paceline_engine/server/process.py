@@ -26,6 +26,8 @@ from paceline_engine.models.source import ModelSource, resolve
 from paceline_engine.server.options import BadInput, Ports, ServeOptions, bind_ports, read_text, read_token
 
 CLOSE_TIMEOUT_SECONDS = 3
+# Longer than clients keep an idle connection (the openai client: 5 s), or one could be closed as a request comes in.
+KEEP_ALIVE_SECONDS = 75
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +264,7 @@ def _server(app: Any) -> Any:
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_SECONDS,
     )
     return Server(config)
