@@ -13,6 +13,7 @@ from paceline_engine.config import (
     BATCHING,
     CPU_KERNELS,
     DEVICES,
+    DRAFT_QUANTIZATIONS,
     DTYPES,
     MAX_GUESSES,
     PREFIX_INDEXES,
@@ -205,12 +206,17 @@ SpeculativeModel = Annotated[
     str, typer.Option(metavar="SOURCE", help="Model that drafts, for method draft; same vocabulary.")
 ]
 SpeculativeLayers = Annotated[
-    int | None, typer.Option(min=1, help="Layers that draft for all, with selfDraft. Default: two thirds, or all.")
+    int | None,
+    typer.Option(
+        min=1, help="Layers that draft for all, with selfDraft. Default: all, of int4 weights; else two thirds."
+    ),
 ]
 SpeculativeQuantization = Annotated[
     str,
     typer.Option(
-        parser=_choice(*QUANTIZATIONS), metavar="|".join(QUANTIZATIONS), help="Of the drafter's weights; exact anyway."
+        parser=_choice(*DRAFT_QUANTIZATIONS),
+        metavar="|".join(DRAFT_QUANTIZATIONS),
+        help="Of the drafter's weights; exact anyway.",
     ),
 ]
 SpeculativeLenience = Annotated[

@@ -13,6 +13,7 @@ DEVICES = ("auto", "cpu", "simulated")
 DTYPES = ("float32", "bfloat16")
 CPU_KERNELS = ("auto", "native", "torch")
 QUANTIZATIONS = ("none", "int8", "int4")
+DRAFT_QUANTIZATIONS = ("auto", *QUANTIZATIONS)
 PREFIX_INDEXES = ("hash", "radix")
 BATCHING = ("static", "dynamic", "continuous")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -25,7 +26,7 @@ _CHOICES = {
     "dtype": DTYPES,
     "cpu_kernels": CPU_KERNELS,
     "quantization": QUANTIZATIONS,
-    "speculative_quantization": QUANTIZATIONS,
+    "speculative_quantization": DRAFT_QUANTIZATIONS,
     "prefix_index": PREFIX_INDEXES,
     "batching": BATCHING,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -45,8 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dynamic batch may take to fill. scheduling_policy: what requests are ordered by. max_preemptions: how often one may
     lose its blocks; 0 reserves the longest length of each. speculative_method: who guesses tokens ahead;
     speculative_num_tokens: guesses a step, None adapts; speculative_traffic_classes: (class, on) where it isn't on.
-    speculative_model: folder of the converted draft model; speculative_quantization: of the drafter's weights;
-    speculative_layers: how many of the model's draft for it, None is two thirds, or all where they are quantized;
+    speculative_model: folder of the converted draft model; speculative_quantization: of the drafter's weights, auto
+    is int4 for selfDraft with all layers where it can be had; speculative_layers: how many of the model's draft for it,
+    None is all where the drafter's weights are quantized, else two thirds;
     speculative_lenience: 1 is exact, below more guesses are kept and outputs no longer follow the model.
     max_loras, max_lora_rank: LoRA adapters loaded at once, and the highest rank of one. seed: of the simulated device's
     tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
@@ -76,7 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_traffic_classes: tuple[tuple[str, bool], ...] = ()
     speculative_model: str = ""
     speculative_layers: int | None = None
-    speculative_quantization: Literal["none", "int8", "int4"] = "none"
+    speculative_quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     speculative_lenience: float = 1.0
     max_loras: int = 8
     max_lora_rank: int = 64

@@ -19,9 +19,6 @@ from paceline_engine.core.step_log import RecordingStore
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import LoadedModel, load_model_dir
 
-# Time of a drafting device's guess over a step's, for lengths that adapt; about what skipping most layers costs.
-DRAFT_COST = 0.1
-
 
 class SetupError(ValueError):
     """The configuration can't work for this model; the message says what to change."""
@@ -83,14 +80,15 @@ def identity(config: EngineConfig, loaded: LoadedModel) -> str:
 def speculation(config: EngineConfig, backend: Backend) -> SpeculationConfig:
     """How to guess. Raises SetupError if the device is to draft and can't."""
     drafts = config.speculative_method in ("draft", "selfDraft")
-    if drafts and not (isinstance(backend, CanDraft) and backend.can_draft):
+    draft_cost = backend.draft_cost if isinstance(backend, CanDraft) else None
+    if drafts and draft_cost is None:
         raise SetupError(
             f"this device doesn't draft (speculative-method {config.speculative_method}); use ngram or none"
         )
     return SpeculationConfig(
         method=config.speculative_method,
         num_tokens=config.speculative_num_tokens,
-        draft_cost=DRAFT_COST if drafts else 0.0,
+        draft_cost=draft_cost or 0.0 if drafts else 0.0,
         traffic_classes=config.speculative_traffic_classes,
     )
 

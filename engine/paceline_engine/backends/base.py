@@ -46,11 +46,11 @@ class Backend(Protocol):
 
 @runtime_checkable
 class CanDraft(Protocol):
-    """A device that says whether it makes the guesses that `num_wanted_drafts` asks for."""
+    """A device that may make the guesses that `num_wanted_drafts` asks for."""
 
     @property
-    def can_draft(self) -> bool:
-        """Whether it was set up with something that drafts."""
+    def draft_cost(self) -> float | None:
+        """Time of one guess over a step's; None if nothing here drafts."""
         ...
 
 

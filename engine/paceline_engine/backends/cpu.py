@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,8 @@ from paceline_engine.models.loader import load_model_dir
 from paceline_engine.runner import ModelRunner
 from paceline_engine.structured.vocabulary import tokenizer_info
 from paceline_kvstore.tiers.memory import MemoryTier
+
+_TIMED_STEPS, _TIMED_GUESSES = 3, 4
 
 
 class CpuBackend:
@@ -66,10 +69,10 @@ class CpuBackend:
             draft_model=make_draft_model(config, self._decoder, kv, weight_files, **sizes),
             num_blocks=num_blocks,
         )
-        self._can_draft = drafts
         self._tier = MemoryTier(config.kv_store_bytes)
         self._store = KVTransfer(kv, self._tier, namespace_digest) if config.kv_store_bytes else None
-        self._warm_up()
+        self._warm_up(0)
+        self._draft_cost = self._measure_draft_cost() if drafts else None
 
     @property
     def kv_store(self) -> SequenceStore | None:
@@ -82,9 +85,9 @@ class CpuBackend:
         return self._tier.bytes_used
 
     @property
-    def can_draft(self) -> bool:
-        """Whether a draft model or the model's own layers make guesses."""
-        return self._can_draft
+    def draft_cost(self) -> float | None:
+        """Time of one guess of one sequence over a step's, as measured at start; None if nothing drafts."""
+        return self._draft_cost
 
     @property
     def stats(self) -> dict[str, float]:
@@ -112,11 +115,26 @@ class CpuBackend:
         """Drop an adapter. Raises ValueError if it isn't loaded."""
         self._decoder.adapters.unload(name)
 
-    def _warm_up(self) -> None:
-        """One throw-away token: maps the weights' pages and starts torch's threads before anyone waits for them."""
-        admitted = AdmittedRequest(
-            request_id="warm-up", token_ids=(0,), num_prompt_tokens=1, sampling=SamplingParams(max_tokens=1)
+    def _measure_draft_cost(self) -> float:
+        self._warm_up(_TIMED_GUESSES)
+        plain = min(self._warm_up(0) for _ in range(_TIMED_STEPS))
+        drafting = min(self._warm_up(_TIMED_GUESSES) for _ in range(_TIMED_STEPS))
+        return max(0.0, drafting / plain - 1.0) / _TIMED_GUESSES
+
+    def _warm_up(self, num_guesses: int) -> float:
+        """Seconds of one throw-away step; the first maps the weights' pages and starts the worker threads."""
+        sampling = SamplingParams(max_tokens=_TIMED_GUESSES + 2, ignore_eos=True)
+        admitted = AdmittedRequest(request_id="warm-up", token_ids=(0,), num_prompt_tokens=1, sampling=sampling)
+        item = ScheduledRequest(
+            request_id="warm-up",
+            token_ids=[0],
+            start=0,
+            new_block_ids=[0],
+            sample=True,
+            num_wanted_drafts=num_guesses,
         )
-        item = ScheduledRequest(request_id="warm-up", token_ids=[0], start=0, new_block_ids=[0], sample=True)
+        begin = time.perf_counter()
         self._runner.execute(StepPlan(admitted=(admitted,), scheduled=(item,)))
+        seconds = time.perf_counter() - begin
         self._runner.execute(StepPlan(released=("warm-up",)))
+        return seconds

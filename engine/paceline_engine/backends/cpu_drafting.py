@@ -31,9 +31,12 @@ def make_draft_model(
     Raises ValueError where that can't work.
     """
     if config.speculative_method == "selfDraft":
-        decoder, layers = target, config.speculative_layers
-        if config.speculative_quantization != "none":
-            cheap = replace(config, quantization=config.speculative_quantization)
+        decoder, layers, quantization = target, config.speculative_layers, config.speculative_quantization
+        if quantization == "auto":
+            fewer_bits = layers is None and config.quantization != "int4" and isinstance(target, NativeDecoder)
+            quantization = "int4" if fewer_bits else "none"
+        if quantization != "none":
+            cheap = replace(config, quantization=quantization)
             decoder = create_decoder(cheap, target.config, weight_files, max_model_len=max_model_len, threads=threads)
         elif layers is None:
             layers = max(1, 2 * target.config.num_layers // 3)
@@ -42,7 +45,8 @@ def make_draft_model(
         return None
     loaded = load_model_dir(config.speculative_model)
     _check(loaded.config, target.config, max_model_len)
-    own = replace(config, model_dir=config.speculative_model, quantization=config.speculative_quantization)
+    quantization = "none" if config.speculative_quantization == "auto" else config.speculative_quantization
+    own = replace(config, model_dir=config.speculative_model, quantization=quantization)
     return DraftModel(
         decoder=create_decoder(own, loaded.config, loaded.files, max_model_len=max_model_len, threads=threads),
         kv=PagedKV(loaded.config, kv.num_blocks, kv.block_size, kv.tensor.dtype),

@@ -79,9 +79,9 @@ class SimulatedBackend:
         return {}
 
     @property
-    def can_draft(self) -> bool:
-        """It knows its own next tokens."""
-        return True
+    def draft_cost(self) -> float | None:
+        """0: it knows its own next tokens."""
+        return 0.0
 
     def release_kv(self) -> None:
         """Nothing is held."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline_engine.backends.cpu import CpuBackend
 from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.backends.cpu_drafting import make_draft_model
 from paceline_engine.batch import BlockTables, build_batch
@@ -287,8 +289,11 @@ def test_a_draft_model_that_does_not_fit_is_refused(tiny, tmp_path_factory, buil
         make_draft_model(config, decoder, kv, tiny.files, max_model_len=96, threads=1)
 
 
-def test_the_cpu_device_drafts_as_it_is_configured(tiny, prompts, expected):
-    """The whole backend: a draft model of its own, the model's first layers, its weights in 8 bits."""
+def test_the_cpu_device_drafts_as_it_is_configured(tiny, prompts, expected, monkeypatch):
+    """The whole backend: a draft model of its own, the model's first layers, its weights in fewer bits."""
+    # A tiny model's guess costs as much as a step, so that nobody would want one.
+    monkeypatch.setattr(CpuBackend, "_measure_draft_cost", lambda _: 0.1)
+    kept: dict[str, int] = {}
     folder = tiny.files[0].parent
     (folder / "tokenizer.json").write_text("{}")
     kinds = [
@@ -296,6 +301,8 @@ def test_the_cpu_device_drafts_as_it_is_configured(tiny, prompts, expected):
         {"speculative_layers": 2},
         {"speculative_layers": 2, "cpu_kernels": "torch"},
         {"speculative_quantization": "int8"},
+        {"speculative_quantization": "int4"},
+        {"speculative_quantization": "auto"},
     ]
     for options in kinds:
         config = EngineConfig(
@@ -319,5 +326,16 @@ def test_the_cpu_device_drafts_as_it_is_configured(tiny, prompts, expected):
         assert texts == expected
         counters = core.scheduler.speculation.counters
         assert counters.num_draft_tokens > 0
-        if "speculative_quantization" in options:
+        kept[str(options.get("speculative_quantization"))] = counters.num_accepted_tokens
+        if options == {"speculative_quantization": "int8"}:
             assert counters.num_accepted_tokens > 0.5 * counters.num_draft_tokens
+    assert kept["auto"] == kept["int4"]
+
+
+def test_what_a_guess_costs_is_measured_where_something_drafts(tiny):
+    (tiny.files[0].parent / "tokenizer.json").write_text("{}")
+    config = EngineConfig(model_dir=str(tiny.files[0].parent), kv_cache_bytes=1 << 20, speculative_method="selfDraft")
+    assert build_core(config).scheduler.speculation.guess_cost > 0.0
+    assert (
+        build_core(msgspec.structs.replace(config, speculative_method="ngram")).scheduler.speculation.guess_cost == 0.0
+    )
