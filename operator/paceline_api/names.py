@@ -28,6 +28,7 @@ INTERNAL_TOKEN_DIR = "/var/run/paceline/internal"
 INTERNAL_TOKEN_FILE = f"{INTERNAL_TOKEN_DIR}/{INTERNAL_TOKEN_KEY}"
 API_KEY_SECRET_KEY = "apiKey"
 MODEL_CACHE_DIR = "/var/cache/paceline"
+MODEL_VOLUME_DIR = "/var/lib/paceline/model"
 CHAT_TEMPLATE_DIR = "/etc/paceline/chat-template"
 CHAT_TEMPLATE_KEY = "chat_template.jinja"
 

@@ -48,12 +48,12 @@ def other(kind: str, **spec: Any) -> dict[str, Any]:
 
 
 REFUSED = [
-    (service(model={"source": "pvc://claim/path"}), "spec.model.source"),
+    (service(model={"source": "pvc://claim"}), "spec.model.source"),
     (service(model={"source": GGUF, "adapters": []}), "spec.model.adapters"),
     (service(model={}), "spec.model.source"),
     (service(engine={"runtime": "vllm"}), "spec.engine.runtime"),
     (service(engine={"runtime": "vlm"}), "spec.engine.runtime"),
-    (service(engine={"speculative": {"method": "draft"}}), "spec.engine.speculative.method"),
+    (service(engine={"speculative": {"method": "draft"}}), "spec.engine.speculative"),
     (service(engine={"podTemplate": {"spec": {"hostNetwork": True}}}), "spec.engine.podTemplate"),
     (service(engine={"maxNumSeqs": 64, "maxNumBatchedTokens": 32}), "spec.engine"),
     (service(engine={"blockSize": 0}), "spec.engine.blockSize"),

@@ -325,8 +325,8 @@ def test_an_invalid_change_is_refused_naming_the_field_and_leaves_the_engines_al
     before = cluster.generations()
     with pytest.raises(AssertionError, match=r"spec\.engine\.blockSize"):
         cluster.apply(service(engine={"blockSize": 0}))
-    with pytest.raises(AssertionError, match=r"spec\.model\.source.*not built yet"):
-        cluster.apply(service(model={"source": "pvc://claim/name"}))
+    with pytest.raises(AssertionError, match=r"spec\.model\.source.*pvc://CLAIM/PATH"):
+        cluster.apply(service(model={"source": "pvc://claim"}))
     with pytest.raises(AssertionError, match=r"spec\.model\.revision.*belongs to an hf:// source"):
         cluster.apply(service(model={"source": "file:///m.gguf", "revision": "main"}))
     # What the schema cannot say, the operator says in the condition.

@@ -51,6 +51,8 @@ def resolve(text: str) -> ModelSource:
 
         remote.parse(text)
         return ModelSource("remote", Path(), text)
+    elif parts.scheme == "pvc":
+        raise ModelError(f"model {text!r}: a cluster's nodes mount claims, this process can't: use file:///PATH")
     elif parts.scheme:
         raise ModelError(f"model source {parts.scheme}:// is not built yet ({text!r}): use {SUPPORTED}")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
@@ -28,11 +29,13 @@ from paceline_api.v1alpha1.base import (
     Unbuilt,
 )
 
-BUILT_SCHEMES = ("package://", "file://", "hf://", "s3://")
 SOURCE_PATTERN = r"^(hf|s3|pvc|file|package)://.+$"
+DRAFT_SOURCE_PATTERN = r"^(hf|s3|file|package)://.+$"
+CLAIM_PATTERN = r"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+$"
 REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 SERVED_NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$"
-SOURCE_MESSAGE = "not built yet: this version loads package://, file://, hf:// and s3:// sources only"
+CLAIM_MESSAGE = "a volume's source is written pvc://CLAIM/PATH"
+DRAFT_MESSAGE = "draftSource belongs to method draft, which needs it"
 REVISION_MESSAGE = "a revision belongs to an hf:// source that has none written into it"
 MODEL_LEN_MAX = 1_048_576
 
@@ -116,8 +119,8 @@ class ModelSpec(Part):
 
     cel: ClassVar[tuple[Cel, ...]] = (
         Cel(
-            " || ".join(f"self.source.startsWith('{scheme}')" for scheme in BUILT_SCHEMES),
-            SOURCE_MESSAGE,
+            f"!self.source.startsWith('pvc://') || self.source.matches('{CLAIM_PATTERN}')",
+            CLAIM_MESSAGE,
             "source",
         ),
         Cel(
@@ -130,7 +133,8 @@ class ModelSpec(Part):
     source: Annotated[str, StringConstraints(pattern=SOURCE_PATTERN, max_length=1024)] = Field(
         description="package://PACKAGE/FILE.gguf in an installed Python package, or file:///PATH to a .gguf file or a "
         "Hugging Face folder (config.json, *.safetensors, tokenizer.json) in the engine's file system; "
-        "hf://ORG/NAME or hf://ORG/NAME/FILE.gguf on the Hugging Face Hub; s3://BUCKET/PREFIX or s3://BUCKET/KEY.gguf."
+        "hf://ORG/NAME or hf://ORG/NAME/FILE.gguf on the Hugging Face Hub; s3://BUCKET/PREFIX or s3://BUCKET/KEY.gguf; "
+        "pvc://CLAIM/PATH to a file or folder in a PersistentVolumeClaim, mounted read-only."
     )
     revision: Annotated[str, StringConstraints(pattern=REVISION_PATTERN, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of an hf:// source. Default: main, at the first download."
@@ -160,9 +164,9 @@ class ModelSpec(Part):
 
     @field_validator("source")
     @classmethod
-    def _built_scheme(cls, source: str) -> str:
-        if not source.startswith(BUILT_SCHEMES):
-            raise PydanticCustomError("unbuilt", "{message}", {"message": SOURCE_MESSAGE})
+    def _names_claim_and_path(cls, source: str) -> str:
+        if source.startswith("pvc://") and re.fullmatch(CLAIM_PATTERN, source) is None:
+            raise PydanticCustomError("source", "{message}", {"message": CLAIM_MESSAGE})
         return source
 
     @model_validator(mode="after")
@@ -186,21 +190,34 @@ class Resources(Part):
 class Speculative(Part):
     """Speculative decoding."""
 
-    method: Annotated[SpeculativeMethod, Built(("none", "ngram"))] = Field(
-        description="Who drafts. ngram: what followed the latest tokens earlier in the same text."
+    cel: ClassVar[tuple[Cel, ...]] = (
+        Cel("(self.method == 'draft') == has(self.draftSource)", DRAFT_MESSAGE, "draftSource"),
+    )
+
+    method: SpeculativeMethod = Field(
+        description="Who drafts. ngram: what followed the latest tokens earlier in the same text. draft: a model "
+        "of its own, with the same vocabulary. selfDraft: the model itself, made cheaper."
     )
     num_tokens: Annotated[str, StringConstraints(pattern=r"^(auto|[1-9]|[12][0-9]|3[0-2])$", max_length=4)] | None = (
         Field(default=None, description="Draft tokens a step, 1 to 32, or auto: by what is accepted. Default: auto.")
     )
-    draft_source: Annotated[LongText | None, Unbuilt("draft models")] = Field(
-        default=None, description="Weights of the draft model."
+    draft_source: Annotated[str, StringConstraints(pattern=DRAFT_SOURCE_PATTERN, max_length=1024)] | None = Field(
+        default=None, description="Weights of the draft model, of method draft; package://, file://, hf:// or s3://."
     )
-    acceptance: Annotated[Acceptance | None, Built(("exact",))] = Field(
-        default=None, description="exact keeps the target distribution. Default: exact."
+    acceptance: Acceptance | None = Field(
+        default=None,
+        description="exact keeps the target distribution. lenient keeps a guess twice as readily: faster, "
+        "but outputs no longer follow the model. Default: exact.",
     )
     traffic_classes: Annotated[dict[Text, bool], Field(max_length=32)] | None = Field(
         default=None, description="Where speculation is on, by traffic class. Default: everywhere."
     )
+
+    @model_validator(mode="after")
+    def _draft_has_a_source(self) -> Self:
+        if (self.method is SpeculativeMethod.DRAFT) != (self.draft_source is not None):
+            raise PydanticCustomError("draft", "{message}", {"message": DRAFT_MESSAGE})
+        return self
 
 
 class EngineSpec(Part):

@@ -28,6 +28,7 @@ from paceline_api.names import (
     LABEL_ROLE,
     LABEL_SERVICE,
     MODEL_CACHE_DIR,
+    MODEL_VOLUME_DIR,
     PORT_ADMIN,
     PORT_HTTP,
     PORT_METRICS,
@@ -39,7 +40,7 @@ from paceline_api.quantity import parse_duration_s
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, RolloutStrategy
 from paceline_operator.planner import pods
-from paceline_operator.planner.engine_args import engine_args, store_memory_of
+from paceline_operator.planner.engine_args import engine_args, model_claim, store_memory_of
 from paceline_operator.planner.manifests import child, common_labels, dig, owner_reference, text_hash
 from paceline_operator.planner.model import PlanSettings, ServiceObserved
 from paceline_operator.planner.token import with_token_hash
@@ -53,6 +54,7 @@ GRACE_BEYOND_DRAIN_S = 30
 STARTUP_BUDGET_S = 1800
 DEFAULT_DRAIN = "120s"
 _CACHE_VOLUME = "model-cache"
+_MODEL_VOLUME = "model"
 _TEMPLATE_VOLUME = "chat-template"
 
 
@@ -214,6 +216,14 @@ class EngineChildren:
                 (
                     {"name": _TEMPLATE_VOLUME, "configMap": {"name": self._name}},
                     {"name": _TEMPLATE_VOLUME, "mountPath": CHAT_TEMPLATE_DIR, "readOnly": True},
+                )
+            )
+        claim = model_claim(self.service)
+        if claim is not None:
+            pairs.append(
+                (
+                    {"name": _MODEL_VOLUME, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
+                    {"name": _MODEL_VOLUME, "mountPath": MODEL_VOLUME_DIR, "readOnly": True},
                 )
             )
         return [volume for volume, _ in pairs], [mount for _, mount in pairs]

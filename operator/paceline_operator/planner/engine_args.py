@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR
+from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR, MODEL_VOLUME_DIR
 from paceline_api.v1alpha1 import InferenceService, KVStore
-from paceline_api.v1alpha1.inference_service import EngineSpec, Speculative
+from paceline_api.v1alpha1.inference_service import Acceptance, EngineSpec, Speculative
 from paceline_operator.planner.pods import literal, port_flags, token_flag
 
 _STORE_MEMORY = "--kv-store-memory"
+_CLAIM = "pvc://"
+# Of a draft guess: kept with probability min(1, p / (lenience * q)).
+_LENIENCE = 0.5
 # Flags that tie the engine to its Service, probes and volumes: another value would only break the pod.
 RESERVED_FLAGS = frozenset(
     {
@@ -74,7 +77,15 @@ def engine_args(service: InferenceService, kv_memory: str, ports: Mapping[str, i
 
 def _source(service: InferenceService) -> str:
     model = service.spec.model
+    if model.source.startswith(_CLAIM):
+        return f"file://{MODEL_VOLUME_DIR}/{model.source.removeprefix(_CLAIM).partition('/')[2]}"
     return model.source if model.revision is None else f"{model.source}@{model.revision}"
+
+
+def model_claim(service: InferenceService) -> str | None:
+    """The PersistentVolumeClaim that the model is in, if it is in one."""
+    source = service.spec.model.source
+    return source.removeprefix(_CLAIM).partition("/")[0] if source.startswith(_CLAIM) else None
 
 
 def _tunable(engine: EngineSpec) -> list[str]:
@@ -100,8 +111,11 @@ def _speculation(speculative: Speculative | None) -> list[str]:
     if speculative is None:
         return ["--speculative-method=none"]
     classes = sorted((speculative.traffic_classes or {}).items())
+    draft, lenient = speculative.draft_source, speculative.acceptance is Acceptance.LENIENT
     return [
         f"--speculative-method={speculative.method}",
         f"--speculative-num-tokens={speculative.num_tokens or 'auto'}",
+        *([literal(f"--speculative-model={draft}")] if draft is not None else []),
+        *([f"--speculative-lenience={_LENIENCE}"] if lenient else []),
         *(literal(f"--speculative-traffic-class={name}={'on' if on else 'off'}") for name, on in classes),
     ]

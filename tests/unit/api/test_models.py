@@ -69,11 +69,17 @@ def test_a_full_service_of_built_features_is_valid() -> None:
 @pytest.mark.parametrize(
     ("spec", "field", "word"),
     [
-        ({"model": {"source": "pvc://claim/name"}}, "spec.model.source", "not built yet"),
+        ({"model": {"source": "pvc://claim"}}, "spec.model.source", "pvc://CLAIM/PATH"),
+        ({"model": {"source": "pvc://../name"}}, "spec.model.source", "pvc://CLAIM/PATH"),
         ({"model": {"source": GGUF, "adapters": []}}, "spec.model.adapters", "LoRA"),
         ({"engine": {"runtime": "vllm"}}, "spec.engine.runtime", "only paceline"),
         ({"engine": {"gpuMemoryUtilization": "0.90"}}, "spec.engine.gpuMemoryUtilization", "GPU"),
-        ({"engine": {"speculative": {"method": "draft"}}}, "spec.engine.speculative.method", "none, ngram"),
+        ({"engine": {"speculative": {"method": "draft"}}}, "spec.engine.speculative", "draftSource belongs to method"),
+        (
+            {"engine": {"speculative": {"method": "ngram", "draftSource": "file:///m"}}},
+            "spec.engine.speculative",
+            "draftSource belongs to method",
+        ),
         ({"engine": {"podTemplate": {}}}, "spec.engine.podTemplate", "pod template"),
         ({"engine": {"tensorParallelSize": 2}}, "spec.engine.tensorParallelSize", "less than or equal to 1"),
         ({"roles": {"prefill": {}, "decode": {}}}, "spec.roles", "disaggregated"),

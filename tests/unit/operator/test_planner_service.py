@@ -199,6 +199,27 @@ def test_a_model_from_the_hub_has_its_revision_and_its_credentials():
     assert "envFrom" not in plain
 
 
+def test_a_model_in_a_claim_is_mounted_read_only_and_named_as_a_file():
+    deployment = children(service(model={"source": "pvc://models/llama/1b"}))["Deployment"]
+    assert "--model=file:///var/lib/paceline/model/llama/1b" in arguments(deployment)
+    spec = deployment["spec"]["template"]["spec"]
+    volume = next(volume for volume in spec["volumes"] if "persistentVolumeClaim" in volume)
+    assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    mounts = spec["containers"][0]["volumeMounts"]
+    assert {"name": volume["name"], "mountPath": "/var/lib/paceline/model", "readOnly": True} in mounts
+
+
+def test_who_drafts_and_how_strictly_reaches_the_engine():
+    speculative = {"method": "draft", "draftSource": "hf://org/small", "acceptance": "lenient"}
+    engine = container(service(engine={"speculative": speculative}))
+    assert "--speculative-method=draft" in engine["args"]
+    assert "--speculative-model=hf://org/small" in engine["args"]
+    assert "--speculative-lenience=0.5" in engine["args"]
+    exact = container(service(engine={"speculative": {"method": "selfDraft", "acceptance": "exact"}}))
+    assert "--speculative-method=selfDraft" in exact["args"]
+    assert not [argument for argument in exact["args"] if "lenience" in argument or "speculative-model" in argument]
+
+
 def test_a_chat_template_is_mounted_and_its_content_rolls_the_pods():
     first, second = (children(service(model={"source": "file:///m", "chatTemplate": text})) for text in "ab")
     assert first["ConfigMap"]["data"] == {"chat_template.jinja": "a"}

@@ -46,8 +46,16 @@ def missing_models(typed: Iterable[tuple[SourceObject, Resource]]) -> list[str]:
     lines: list[str] = []
     for item, resource in typed:
         if isinstance(resource, InferenceService):
-            try:
-                check_model(resolve(resource.spec.model.source), default_cache_dir())
-            except ModelError as error:
-                lines.append(str(item.finding(("spec", "model", "source"), str(error))))
+            for path, source in _sources(resource).items():
+                try:
+                    check_model(resolve(source), default_cache_dir())
+                except ModelError as error:
+                    lines.append(str(item.finding(path, str(error))))
     return lines
+
+
+def _sources(service: InferenceService) -> dict[tuple[str, ...], str]:
+    speculative = service.spec.engine and service.spec.engine.speculative
+    draft = speculative and speculative.draft_source
+    sources: dict[tuple[str, ...], str] = {("spec", "model", "source"): service.spec.model.source}
+    return sources | ({("spec", "engine", "speculative", "draftSource"): draft} if draft else {})
