@@ -14,13 +14,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 KINDS = ("models", "hub", "s3")
 DEFAULT_LIMIT = 100 * 2**30
 
 logger = logging.getLogger(__name__)
-_held: dict[Path, IO[str]] = {}
+_held: dict[Path, int] = {}  # File descriptors: the kernel closes them when the process ends, and not before.
 
 
 def hold(path: Path) -> None:
@@ -29,11 +28,11 @@ def hold(path: Path) -> None:
     if entry is None or entry in _held:
         return
     try:
-        file = _use_file(entry).open("w")
+        file = os.open(_use_file(entry), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:  # A cache that can't be written can't be trimmed either.
         return
     fcntl.flock(file, fcntl.LOCK_SH)
-    os.utime(file.fileno())
+    os.utime(file)
     _held[entry] = file
 
 
