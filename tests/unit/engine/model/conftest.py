@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,10 @@ from paceline_engine.backends.threads import prepare_environment
 prepare_environment()  # Before torch comes in, so that tests run well beside other processes.
 
 import torch  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))  # Test folders are no packages.
+
+from oracle import greedy  # noqa: E402
 
 from paceline_engine.backends.cpu_attention import PagedKV  # noqa: E402
 from paceline_engine.core.block_pool import BlockPool  # noqa: E402
@@ -43,19 +47,7 @@ class Checkpoint:
 
     def reference_tokens(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy continuation by transformers, with its own cache."""
-        from transformers import DynamicCache
-
-        # The argument was renamed within transformers 5.
-        parameters = inspect.signature(type(self.reference).forward).parameters
-        cache = {"cache" if "cache" in parameters else "past_key_values": DynamicCache()}
-        tokens: list[int] = []
-        ids = torch.tensor([list(prompt)])
-        with torch.inference_mode():
-            for _ in range(count):
-                result = self.reference(input_ids=ids, use_cache=True, **cache)
-                ids = result.logits[:, -1:].argmax(-1)
-                tokens.append(int(ids))
-        return tokens
+        return greedy(self.reference, prompt, count)
 
 
 @dataclass

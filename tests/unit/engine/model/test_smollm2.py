@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable
 
 import pytest
-import torch
+from oracle import FOLDER, Answers, Question, answers, digest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -51,41 +50,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory, make_checkpoint: Callable):
-    """Ours, converted once, beside what transformers itself makes of the same GGUF file in float32."""
-    from transformers import AutoModelForCausalLM
-
-    source = resolve(SOURCE)
-    loaded = load_model_dir(prepare_model(source, tmp_path_factory.mktemp("cache")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reference = AutoModelForCausalLM.from_pretrained(
-            str(source.path.parent), gguf_file=source.path.name, dtype=torch.float32
-        ).eval()
-    return make_checkpoint(loaded.config, loaded.files, reference), Tokenizer.from_file(str(loaded.tokenizer_file))
-
-
-def test_converted_weights_equal_what_transformers_dequantises_bit_for_bit(smollm2):
-    checkpoint = smollm2[0]
-    ours = {name: tensor for path in checkpoint.files for name, tensor in load_file(path).items()}
-    theirs = checkpoint.reference.state_dict()
-    assert set(theirs) - set(ours) <= {"lm_head.weight"}
-    assert [name for name, tensor in ours.items() if not torch.equal(tensor.float(), theirs[name])] == []
-
-
-def test_the_config_is_what_transformers_reads_from_the_file(smollm2):
-    ours, theirs = smollm2[0].config, smollm2[0].reference.config
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps, rel=1e-6)
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size, ours.num_layers) == (
-        theirs.vocab_size,
-        theirs.hidden_size,
-        theirs.intermediate_size,
-        theirs.num_hidden_layers,
-    )
-    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert theirs.eos_token_id in ours.eos_token_ids
+    """Ours, converted once, and its tokenizer."""
+    loaded = load_model_dir(prepare_model(resolve(SOURCE), tmp_path_factory.mktemp("cache")))
+    return make_checkpoint(loaded.config, loaded.files, None), Tokenizer.from_file(str(loaded.tokenizer_file))
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +64,36 @@ def prompts(smollm2) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2, prompts) -> dict[str, list[int]]:
-    checkpoint = smollm2[0]
-    return {str(i): checkpoint.reference_tokens(prompt, MAX_TOKENS) for i, prompt in enumerate(prompts)}
+def theirs(prompts) -> Answers:
+    """What transformers itself makes of the same GGUF file in float32."""
+    return answers(Question(resolve(SOURCE).path, prompts, MAX_TOKENS), FOLDER)
+
+
+@pytest.fixture(scope="module")
+def expected(theirs) -> dict[str, list[int]]:
+    return {str(i): tokens for i, tokens in enumerate(theirs.tokens)}
+
+
+def test_converted_weights_equal_what_transformers_dequantises_bit_for_bit(smollm2, theirs):
+    ours = {name: tensor for path in smollm2[0].files for name, tensor in load_file(path).items()}
+    assert set(theirs.digests) - set(ours) <= {"lm_head.weight"}
+    assert [name for name, tensor in ours.items() if digest(tensor) != theirs.digests[name]] == []
+
+
+def test_the_config_is_what_transformers_reads_from_the_file(smollm2, theirs):
+    ours, wanted = smollm2[0].config, theirs.config
+    assert ours.rope_theta == wanted["rope_parameters"]["rope_theta"]
+    assert ours.rms_norm_eps == pytest.approx(wanted["rms_norm_eps"], rel=1e-6)
+    assert ours.tie_word_embeddings == wanted["tie_word_embeddings"]
+    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size, ours.num_layers) == (
+        wanted["vocab_size"],
+        wanted["hidden_size"],
+        wanted["intermediate_size"],
+        wanted["num_hidden_layers"],
+    )
+    assert (ours.num_heads, ours.num_kv_heads) == (wanted["num_attention_heads"], wanted["num_key_value_heads"])
+    assert ours.max_position_embeddings == wanted["max_position_embeddings"]
+    assert wanted["eos_token_id"] in ours.eos_token_ids
 
 
 def smollm2_loop(smollm2, new_loop: Callable, **options):
