@@ -106,7 +106,7 @@ def test_bytes_go_both_ways_and_a_disconnect_reaches_the_server() -> None:
         writer.write(b"hello\n")
         assert await reader.readline() == b"hello\n"
         writer.close()
-        await asyncio.wait_for(world.closed.wait(), 1)
+        await asyncio.wait_for(world.closed.wait(), 30)
 
     run(main)
 

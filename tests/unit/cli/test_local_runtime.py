@@ -80,7 +80,7 @@ SECRET_OBJECT = {
 }
 
 
-async def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], limit_s: float = 40.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"

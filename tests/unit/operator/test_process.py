@@ -140,11 +140,11 @@ def test_probes_answer_with_the_reason():
     server = HealthServer("127.0.0.1", 0, lambda: problems[0], lambda: None)
     server.start()
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health/live", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health/live", timeout=30) as answer:
             assert answer.status == 200
         problems[0] = "thread reconcile-0 has made no progress for 130 s"
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health/live", timeout=5)
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health/live", timeout=30)
         assert refused.value.code == 503
         assert b"no progress" in refused.value.read()
         refused.value.close()

@@ -28,7 +28,7 @@ from paceline_router.settings import Limits
 from paceline_router.token_file import TokenFile
 
 NAMESPACE = "team"
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 TOKEN = "internal-token"
 
 

