@@ -23,19 +23,18 @@ from paceline_engine.core.admission import (
     why_too_late,
 )
 from paceline_engine.core.batching import BatchGate
-from paceline_engine.core.block_pool import BlockPool, BlockPoolError
-from paceline_engine.core.deadlines import DeadlineQueue, missed_text
+from paceline_engine.core.block_pool import BlockPoolError
+from paceline_engine.core.deadlines import missed_text
 from paceline_engine.core.kv_manager import KVManager, SequenceStore
+from paceline_engine.core.live import LiveRequests
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
-from paceline_engine.core.prefix_cache import PrefixCache
-from paceline_engine.core.ranked import RankedRequests
 from paceline_engine.core.request import Request, RequestStatus
 from paceline_engine.core.results import output_of, problem_with, take_prompt_logprobs
 from paceline_engine.core.spec import SpeculationConfig, SpeculationPolicy
 from paceline_engine.core.speed import StepSpeed
-from paceline_engine.core.state import SchedulerState, request_from_state, request_to_state
+from paceline_engine.core.state import SchedulerState, kv_from_state, request_from_state, request_to_state
 from paceline_engine.core.waiting import Reason, Waiting, explain
-from paceline_engine.messages import AddRequest, ErrorKind, RequestOutput
+from paceline_engine.messages import AddRequest, RequestOutput
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -65,14 +64,12 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._adapters: dict[str, str] = {}
         self._num_arrivals = 0
-        self._requests: dict[str, Request] = {}
-        self._running = RankedRequests(config.scheduling_policy)
-        self._waiting = RankedRequests(config.scheduling_policy)
-        self._deadlines = DeadlineQueue()
+        self._live = LiveRequests(config.scheduling_policy, kv)
+        self._requests, self._deadlines = self._live.by_id, self._live.deadlines
+        self._running, self._waiting = self._live.running, self._live.waiting
         self._gate = BatchGate(config.batching, config.max_num_seqs, config.batch_wait_s)
         self._ended: list[RequestOutput] = []
         self._admitted: list[AdmittedRequest] = []
-        self._released: list[str] = []
         # Of the step that was planned last: when it began, and its tokens.
         self._began = 0.0
         self._num_step_tokens = 0
@@ -105,7 +102,7 @@ class Scheduler:
         known = self._requests.get(message.request_id)
         if known is not None:
             # Two requests under one id can't both be answered; ending the id once keeps "one terminal output" true.
-            return self._finish(known, "error", "the request id is already in use; ids must be unique", "invalid")
+            return self._live.finish(known, "error", "the request id is already in use; ids must be unique", "invalid")
         self._num_arrivals += 1
         request = Request.from_message(
             message,
@@ -119,9 +116,7 @@ class Scheduler:
         if refusal is not None:
             kind, text = refusal
             return RequestOutput(request_id=message.request_id, finish_reason="error", error=text, error_kind=kind)
-        self._requests[request.request_id] = request
-        self._waiting.add(request)
-        self._deadlines.add(request)
+        self._live.add(request)
         return None
 
     def _why_refused(self, request: Request, now: float) -> Refusal | None:
@@ -157,11 +152,11 @@ class Scheduler:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; its terminal "abort" output, or None if it ended before."""
         request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, "abort")
+        return None if request is None else self._live.finish(request, "abort")
 
     def abort_all(self) -> list[RequestOutput]:
         """End every live request; their terminal "abort" outputs."""
-        return [self._finish(request, "abort") for request in list(self._requests.values())]
+        return [self._live.finish(request, "abort") for request in list(self._requests.values())]
 
     def reset_prefix_cache(self) -> None:
         """From now on no request finds KV that was computed before; running ones go on with what they hold."""
@@ -185,7 +180,7 @@ class Scheduler:
         """
         for request, kind in self._deadlines.expired(now, self._requests):
             self.num_deadline_misses += 1
-            self._ended.append(self._finish(request, "deadline", missed_text(request, kind), "deadline"))
+            self._ended.append(self._live.finish(request, "deadline", missed_text(request, kind), "deadline"))
         self._began = now
         self._num_step_decodes = 0
         scheduled: list[ScheduledRequest] = []
@@ -195,9 +190,8 @@ class Scheduler:
         if self._waiting and self.num_preemptions == num_preemptions:
             budget = self._schedule_waiting(scheduled, budget, now)
         self._num_step_tokens = self.config.max_num_batched_tokens - budget
-        released, self._released = tuple(self._released), []
         admitted, self._admitted = tuple(self._admitted), []
-        return StepPlan(scheduled=tuple(scheduled), admitted=admitted, released=released)
+        return StepPlan(scheduled=tuple(scheduled), admitted=admitted, released=self._live.take_released())
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         running, chunk = self._running.requests, self.config.prefill_chunk_tokens
@@ -244,13 +238,8 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
-        self.kv.preempt(request)
-        request.status = RequestStatus.PREEMPTED
-        request.draft_token_ids = ()
-        request.num_preemptions += 1
+        self._live.preempt(request)
         self.num_preemptions += 1
-        self._waiting.add(request)
-        self._released.append(request.request_id)
 
     def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float) -> int:
         self._gate.begin_step(len(self._running), self._waiting, self._num_arrivals, now)
@@ -372,7 +361,7 @@ class Scheduler:
             result = results.get(item.request_id)
             if result is not None:
                 if result.error is not None:
-                    outputs.append(self._finish(request, "error", result.error, "internal"))
+                    outputs.append(self._live.finish(request, "error", result.error, "internal"))
                     continue
                 if result.prompt_logprobs and request.wants_prompt_logprobs:
                     request.prompt_logprobs.extend(result.prompt_logprobs)
@@ -393,12 +382,12 @@ class Scheduler:
     def _accept(self, request: Request, item: ScheduledRequest, result: StepResult | None, now: float) -> RequestOutput:
         problem = problem_with(item, result)
         if problem is not None or result is None:
-            return self._finish(request, "error", problem, "internal")
+            return self._live.finish(request, "error", problem, "internal")
         prompt_logprobs = take_prompt_logprobs(request) if request.wants_prompt_logprobs else ()
         if prompt_logprobs is None:
             num_returned, num_due = len(request.prompt_logprobs), request.num_prompt_tokens - 1
             problem = f"the device returned {num_returned} prompt logprobs, not {num_due}"
-            return self._finish(request, "error", problem, "internal")
+            return self._live.finish(request, "error", problem, "internal")
         is_first = len(request.token_ids) == request.num_prompt_tokens
         num_guesses = item.num_draft_tokens
         num_taken, reason = request.accept(result.token_ids)
@@ -415,31 +404,8 @@ class Scheduler:
             reason, error = "deadline", missed_text(request, "ttft")
             self.num_deadline_misses += 1
         if reason is not None:
-            self._remove(request)
+            self._live.leave(request)
         return output_of(request, result, num_taken, reason, error, num_guesses, num_kept, prompt_logprobs)
-
-    def _finish(
-        self, request: Request, reason: str, error: str | None = None, error_kind: ErrorKind | None = None
-    ) -> RequestOutput:
-        self._remove(request)
-        return RequestOutput(
-            request_id=request.request_id,
-            finish_reason=reason,
-            error=error,
-            error_kind=error_kind,
-            num_cached_tokens=request.num_cached_tokens,
-        )
-
-    def _remove(self, request: Request) -> None:
-        """The only way out: whoever calls this makes the request's one terminal output."""
-        del self._requests[request.request_id]
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-            self._released.append(request.request_id)
-        else:
-            self._waiting.remove(request)
-        self.kv.finish(request)
-        request.status = RequestStatus.FINISHED
 
     def waiting_reasons(self) -> dict[str, int]:
         """Waiting requests by what they wait for, as of the last step."""
@@ -464,7 +430,7 @@ class Scheduler:
             asleep=self.asleep,
             adapters=dict(self._adapters),
             num_arrivals=self._num_arrivals,
-            released=tuple(self._released),
+            released=tuple(self._live.released),
             requests=tuple(map(request_to_state, self._requests.values())),
             free_block_ids=free,
             cached_block_ids=free_cached,
@@ -479,37 +445,16 @@ class Scheduler:
     @classmethod
     def from_state(cls, state: SchedulerState, store: SequenceStore | None = None) -> Scheduler:
         """A scheduler that decides as the one that gave `state` will. `store` is used if that one had a store."""
-        requests = [request_from_state(entry) for entry in state.requests]
-        held = [block_id for request in requests for block_id in request.block_ids]
-        marked = [block_id for _, copies in state.blocks_of for block_id in copies]
-        pool = BlockPool.restored(state.num_blocks, state.free_block_ids, state.cached_block_ids, held, marked)
-        cache = PrefixCache(pool, state.block_size) if state.has_cache else None
-        if cache is not None:
-            cache.restore(state.blocks_of)
-        kv = KVManager(pool, state.block_size, store if state.has_store else None, cache)
-        made = cls(state.config, kv, state.eos_token_ids, state.speculation)
+        made = cls(state.config, kv_from_state(state, store), state.eos_token_ids, state.speculation)
         made.asleep = state.asleep
         made._adapters = dict(state.adapters)
         made._num_arrivals = state.num_arrivals
-        made._released = list(state.released)
+        made._live.restore(map(request_from_state, state.requests), state.released)
         made.speed.restore(state.speed)
         made.speculation.restore(state.guess_cost, state.classes)
         made._gate.newest_arrival, made._gate.num_places = state.batch_newest_arrival, state.batch_num_places
-        for request in requests:
-            made._requests[request.request_id] = request
-            (made._running if request.status is RequestStatus.RUNNING else made._waiting).add(request)
-            made._deadlines.add(request)
         return made
 
     def check_integrity(self) -> None:
         """Raise unless every live request is in exactly one queue and the block books balance."""
-        queued = [*self._running, *self._waiting]
-        if len(queued) != len(self._requests) or {r.request_id for r in queued} != set(self._requests):
-            raise BlockPoolError(f"{len(self._requests)} live requests, {len(queued)} in the queues")
-        if any(request.status is not RequestStatus.RUNNING for request in self._running):
-            raise BlockPoolError("a request in the running list isn't running")
-        if len(self._running) > self.config.max_num_seqs:
-            raise BlockPoolError(f"{len(self._running)} running requests, at most {self.config.max_num_seqs} allowed")
-        if any(request.num_preemptions > self.config.max_preemptions for request in queued):
-            raise BlockPoolError(f"a request was preempted more than {self.config.max_preemptions} times")
-        self.kv.check_integrity(queued)
+        self._live.check_integrity(self.config.max_num_seqs, self.config.max_preemptions)

@@ -12,6 +12,9 @@ from typing import Any, get_type_hints
 import msgspec
 
 from paceline_engine.core.admission import SchedulerConfig
+from paceline_engine.core.block_pool import BlockPool
+from paceline_engine.core.kv_manager import KVManager, SequenceStore
+from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.request import Request
 from paceline_engine.core.spec import ClassRecord, SpeculationConfig
 
@@ -66,3 +69,14 @@ def request_from_state(state: dict[str, Any]) -> Request:
     """The request again."""
     fields = msgspec.convert(state, RequestState, builtin_types=(bytes,))
     return Request(**{name: getattr(fields, name) for name in RequestState.__struct_fields__})
+
+
+def kv_from_state(state: SchedulerState, store: SequenceStore | None) -> KVManager:
+    """Block pool and prefix cache as they were. `store` is used if there was one."""
+    held = [block_id for request in state.requests for block_id in request["block_ids"]]
+    marked = [block_id for _, copies in state.blocks_of for block_id in copies]
+    pool = BlockPool.restored(state.num_blocks, state.free_block_ids, state.cached_block_ids, held, marked)
+    cache = PrefixCache(pool, state.block_size) if state.has_cache else None
+    if cache is not None:
+        cache.restore(state.blocks_of)
+    return KVManager(pool, state.block_size, store if state.has_store else None, cache)
