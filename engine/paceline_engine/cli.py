@@ -85,6 +85,7 @@ def serve(
     batch_wait_ms: opt.BatchWaitMs = _CORE.batch_wait_ms,
     scheduling_policy: opt.SchedulingPolicy = _CORE.scheduling_policy,
     max_preemptions: opt.MaxPreemptions = _CORE.max_preemptions,
+    num_scheduler_steps: opt.NumSchedulerSteps = _CORE.num_scheduler_steps,
     enable_prefix_caching: opt.EnablePrefixCaching = _CORE.enable_prefix_caching,
     prefix_index: opt.PrefixIndex = _CORE.prefix_index,
     speculative_method: opt.SpeculativeMethod = _CORE.speculative_method,

@@ -179,6 +179,9 @@ SchedulingPolicy = Annotated[
 MaxPreemptions = Annotated[
     int, typer.Option(min=0, help="How often one request may lose its blocks; 0 reserves each one's longest length.")
 ]
+NumSchedulerSteps = Annotated[
+    int, typer.Option(min=1, help="Steps in one round trip to the device while all requests only decode.")
+]
 EnablePrefixCaching = Annotated[
     bool,
     typer.Option(

@@ -50,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     is int4 for selfDraft with all layers where it can be had; speculative_layers: how many of the model's draft for it,
     None is all where the drafter's weights are quantized, else two thirds;
     speculative_lenience: 1 is exact, below more guesses are kept and outputs no longer follow the model.
+    num_scheduler_steps: most steps of a round trip to the device while all requests only decode.
     max_loras, max_lora_rank: LoRA adapters loaded at once, and the highest rank of one. seed: of the simulated device's
     tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
     cpu_kernels: compiled, torch's, or compiled where they can be had. quantization: of the weights, lossy. native_dir:
@@ -80,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_layers: int | None = None
     speculative_quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     speculative_lenience: float = 1.0
+    num_scheduler_steps: int = 1
     max_loras: int = 8
     max_lora_rank: int = 64
     seed: int = 0
@@ -97,6 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "block_size",
             "kv_cache_bytes",
             "max_num_waiting",
+            "num_scheduler_steps",
             "max_loras",
             "max_lora_rank",
         ):

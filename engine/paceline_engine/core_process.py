@@ -72,7 +72,6 @@ class CoreLoop:
         self._clock = clock
         self._stopping = False
         self._num_steps = 0
-        self._num_scheduled_tokens = 0
         self._step_seconds = 0.0
 
     def run(self) -> None:
@@ -137,10 +136,9 @@ class CoreLoop:
         plan = self._scheduler.schedule(begin)
         results = tuple(self._backend.execute(plan))
         end = self._clock()
-        self._log.stepped(begin, plan, results, end)
-        outputs = self._scheduler.update(plan, results, end)
+        self._log.stepped(begin, plan, results, end, end - begin)
+        outputs = self._scheduler.update(plan, results, end, end - begin)
         self._num_steps += 1
-        self._num_scheduled_tokens += plan.num_tokens
         self._step_seconds += end - begin
         return outputs
 
@@ -154,7 +152,7 @@ class CoreLoop:
             num_free_blocks=kv.pool.num_free_blocks,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
-            num_scheduled_tokens=self._num_scheduled_tokens,
+            num_scheduled_tokens=scheduler.num_scheduled_tokens,
             step_seconds=self._step_seconds,
             kv_offloaded_sequences=kv.num_offloaded_sequences,
             kv_restored_sequences=kv.num_restored_sequences,

@@ -120,6 +120,7 @@ def build_core(config: EngineConfig) -> Core:
             scheduling_policy=config.scheduling_policy,
             batching=config.batching,
             batch_wait_s=config.batch_wait_ms / 1000.0,
+            num_scheduler_steps=config.num_scheduler_steps,
         ),
         KVManager(pool, config.block_size, store, cache),
         loaded.config.eos_token_ids,

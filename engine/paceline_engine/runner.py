@@ -19,6 +19,7 @@ from paceline_engine.drafting import Drafter, DraftModel
 from paceline_engine.grammar import Grammars
 from paceline_engine.messages import SamplingParams, TokenLogprobs
 from paceline_engine.paged_model import PagedModel
+from paceline_engine.rounds import in_rounds
 from paceline_engine.sampling.logprobs import token_logprobs
 from paceline_engine.sampling.row import Matcher, Row, RowError
 from paceline_engine.sampling.sampler import Sampler
@@ -64,6 +65,9 @@ class ModelRunner:
 
         A prompt's logprobs come with the chunk that yields them, also from one that doesn't sample.
         """
+        return in_rounds(plan, self._execute_once, lambda request_id: self._rows[request_id].has_ended)
+
+    def _execute_once(self, plan: StepPlan) -> list[StepResult]:
         self._apply(plan)
         if not plan.scheduled:
             return []

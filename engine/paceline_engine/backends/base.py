@@ -70,6 +70,7 @@ def create_backend(
         return SimulatedBackend(
             vocab_size=model.vocab_size,
             seed=config.seed,
+            eos_token_ids=model.eos_token_ids,
             alpha_ms=config.simulated_alpha_ms,
             beta_ms=config.simulated_beta_ms,
         )

@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.messages import TokenLogprobs
+from paceline_engine.rounds import in_rounds
 
 
 class _Row:
     """A running request: its known tokens, and a running hash of the first `num_hashed` of them."""
 
-    __slots__ = ("context", "num_hashed", "num_prompt_tokens", "refusal", "sampling", "token_ids")
+    __slots__ = ("context", "ending_ids", "num_hashed", "num_prompt_tokens", "refusal", "sampling", "token_ids")
 
-    def __init__(self, admitted: AdmittedRequest) -> None:
+    def __init__(self, admitted: AdmittedRequest, eos_token_ids: Iterable[int]) -> None:
         self.token_ids = list(admitted.token_ids)
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self.sampling = admitted.sampling
         self.refusal = "the simulated device knows no grammars" if admitted.constraint is not None else None
+        self.ending_ids = {*admitted.sampling.stop_token_ids}
+        if not admitted.sampling.ignore_eos:
+            self.ending_ids.update(eos_token_ids)
         self.context = b""
         self.num_hashed = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the latest output token ends the output."""
+        num_output = len(self.token_ids) - self.num_prompt_tokens
+        return num_output > self.sampling.min_tokens and self.token_ids[-1] in self.ending_ids
 
     def hash_all(self) -> bytes:
         """One token at a time, so that the hash doesn't depend on where a prefill was cut or what was found cached."""
@@ -52,6 +62,7 @@ class SimulatedBackend:
         seed: int,
         alpha_ms: float,
         beta_ms: float,
+        eos_token_ids: Iterable[int] = (),
         acceptance: float = 0.8,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -59,6 +70,7 @@ class SimulatedBackend:
         self._seed = seed
         self._alpha_ms = alpha_ms
         self._beta_ms = beta_ms
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._acceptance = acceptance
         self._sleep = sleep
         self._rows: dict[str, _Row] = {}
@@ -94,11 +106,14 @@ class SimulatedBackend:
         return (self._alpha_ms + self._beta_ms * num_tokens) / 1000.0
 
     def execute(self, plan: StepPlan) -> Sequence[StepResult]:
-        """Sleep for the step, then answer each request that samples."""
+        """Sleep for each of the plan's steps, then answer each request that samples."""
+        return in_rounds(plan, self._execute_once, lambda request_id: self._rows[request_id].has_ended)
+
+    def _execute_once(self, plan: StepPlan) -> Sequence[StepResult]:
         for request_id in plan.released:
             self._rows.pop(request_id, None)
         for admitted in plan.admitted:
-            self._rows[admitted.request_id] = _Row(admitted)
+            self._rows[admitted.request_id] = _Row(admitted, self._eos_token_ids)
         if not plan.scheduled:
             return ()
         self._sleep(self.step_seconds(plan.num_tokens))

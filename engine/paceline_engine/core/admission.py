@@ -27,6 +27,7 @@ class SchedulerConfig:
     step, max_model_len prompt plus output, max_num_waiting the queue of requests that never ran, max_preemptions how
     often one request may lose its blocks. scheduling_policy: "priority" orders by (priority, arrival), "fcfs" by
     arrival alone. batching: when a place is refilled; batch_wait_s: how long a dynamic batch may take to fill, seconds.
+    num_scheduler_steps: most steps that a device makes in one round trip while all requests only decode.
     """
 
     max_num_seqs: int
@@ -38,9 +39,16 @@ class SchedulerConfig:
     scheduling_policy: SchedulingPolicy = "priority"
     batching: Batching = "continuous"
     batch_wait_s: float = 0.02
+    num_scheduler_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "max_num_waiting"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_chunk_tokens",
+            "max_num_waiting",
+            "num_scheduler_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_preemptions", "batch_wait_s"):

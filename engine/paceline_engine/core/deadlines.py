@@ -6,6 +6,7 @@ live ones. Times are the caller's clock, in seconds; reads no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import Literal
@@ -48,6 +49,12 @@ class DeadlineQueue:
             ]
             heapify(self._heap)
         return list(missed.values())
+
+    def seconds_left(self, now: float, live: Mapping[str, Request]) -> float:
+        """Until the next deadline that a live request can still miss."""
+        while self._heap and not ((request := live.get(self._heap[0][3])) and _is_open(self._heap[0], request)):
+            heappop(self._heap)
+        return self._heap[0][0] - now if self._heap else math.inf
 
 
 def _is_open(entry: _Entry, request: Request) -> bool:

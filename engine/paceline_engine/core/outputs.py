@@ -33,7 +33,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     new_block_ids extend the request's block table. The last num_draft_tokens of token_ids are guesses. With sample, the
     logits of the last known token and of each guess yield tokens: each guess is kept while it agrees, then one token
-    more is drawn. num_wanted_drafts: guesses that a drafting device should return for the next step.
+    more is drawn. num_wanted_drafts: guesses that a drafting device should return for the next step. num_steps: steps
+    that the device may make in a row for this request, each computing the token that the one before sampled; its blocks
+    are there. Above 1 only where one known token is computed and nobody guesses.
     """
 
     request_id: str
@@ -43,10 +45,11 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sample: bool
     num_draft_tokens: int = 0
     num_wanted_drafts: int = 0
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed for this request in this step, guesses included."""
+        """Tokens computed for this request in the first step, guesses included."""
         return len(self.token_ids)
 
     @property
@@ -64,26 +67,28 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step. A device applies `released`, then `admitted`, then computes `scheduled`.
 
     released: requests whose device-side rows can go: finished, aborted or preempted. admitted: requests that get a row
-    with an empty block table; each is also scheduled.
+    with an empty block table; each is also scheduled. num_decodes: how many of those that ran before compute one known
+    token.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     admitted: tuple[AdmittedRequest, ...] = ()
     released: tuple[str, ...] = ()
+    num_decodes: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the batch; at most the token budget."""
-        return sum(item.num_tokens for item in self.scheduled)
+        """Tokens in the batch of the first step; at most the token budget."""
+        return sum([len(item.token_ids) for item in self.scheduled])
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """A device's answer for one request: tokens where it samples, or one line that says why there are none.
 
-    token_ids: the guesses that were kept, then one token more. logprobs stand beside them, where they were asked for.
-    prompt_logprobs: of the prompt tokens that this share's logits predict, positions start + 1 to `end`, so also for
-    shares without `sample`. draft_token_ids: guesses for the next step, from a device that drafts or a grammar that
-    leaves no choice.
+    token_ids: the guesses that were kept, then one token more; or one token of each step that was made. logprobs stand
+    beside them, where they were asked for. prompt_logprobs: of the prompt tokens that this share's logits predict,
+    positions start + 1 to `end`, so also for shares without `sample`. draft_token_ids: guesses for the next step, from
+    a device that drafts or a grammar that leaves no choice.
     """
 
     request_id: str

@@ -14,8 +14,11 @@ def problem_with(item: ScheduledRequest, result: StepResult | None) -> str | Non
     """Why the answer for a share that samples can't be used, or None."""
     num_guesses = item.num_draft_tokens
     num_tokens = len(result.token_ids) if result is not None else 0
-    if result is None or not 1 <= num_tokens <= num_guesses + 1:
-        return f"the device returned {num_tokens} tokens for this request, not 1 to {num_guesses + 1}"
+    if result is None or not 1 <= num_tokens <= num_guesses + item.num_steps:
+        most = num_guesses + item.num_steps
+        return f"the device returned {num_tokens} tokens for this request, not 1 to {most}"
+    if num_guesses == 0:
+        return None
     guesses = item.token_ids[len(item.token_ids) - num_guesses :]
     if num_tokens > 1 and list(result.token_ids[:-1]) != guesses[: num_tokens - 1]:
         return "the device kept guesses that were not made"

@@ -12,7 +12,7 @@ finish_reason. Imports neither tensors nor I/O, and takes neither a clock nor ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from paceline_engine.core.admission import (
     Refusal,
@@ -22,6 +22,7 @@ from paceline_engine.core.admission import (
     why_impossible,
     why_too_late,
 )
+from paceline_engine.core.ahead import room_ahead, steps_made, with_more_steps
 from paceline_engine.core.batching import BatchGate
 from paceline_engine.core.block_pool import BlockPoolError
 from paceline_engine.core.deadlines import missed_text
@@ -43,6 +44,7 @@ class Scheduler:
     """Owns every live request. Call order: add/abort any number of times, then schedule, then update.
 
     num_deadline_refusals, num_queue_refusals: requests refused on arrival; num_deadline_misses: cut later.
+    num_scheduled_tokens: computed until now.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Scheduler:
         self.num_deadline_refusals = 0
         self.num_deadline_misses = 0
         self.num_queue_refusals = 0
+        self.num_scheduled_tokens = 0
         self._eos_token_ids = frozenset(eos_token_ids)
         self._adapters: dict[str, str] = {}
         self._num_arrivals = 0
@@ -70,12 +73,10 @@ class Scheduler:
         self._gate = BatchGate(config.batching, config.max_num_seqs, config.batch_wait_s)
         self._ended: list[RequestOutput] = []
         self._admitted: list[AdmittedRequest] = []
-        # Of the step that was planned last: when it began, and its tokens.
-        self._began = 0.0
-        self._num_step_tokens = 0
-        self._num_step_decodes = 0
         # Whether a running request may not be preempted any more.
         self._has_settled = False
+        # Of the step that was planned last.
+        self._num_decodes = 0
         self._holdup: tuple[Reason, float] = ("budget", 0.0)
 
     @property
@@ -181,17 +182,21 @@ class Scheduler:
         for request, kind in self._deadlines.expired(now, self._requests):
             self.num_deadline_misses += 1
             self._ended.append(self._live.finish(request, "deadline", missed_text(request, kind), "deadline"))
-        self._began = now
-        self._num_step_decodes = 0
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(scheduled, self.config.max_num_batched_tokens)
         # Blocks that somebody just lost go to those who needed them; he would be let in again only to lose them again.
         if self._waiting and self.num_preemptions == num_preemptions:
-            budget = self._schedule_waiting(scheduled, budget, now)
-        self._num_step_tokens = self.config.max_num_batched_tokens - budget
+            self._schedule_waiting(scheduled, budget, now)
+        if self.config.num_scheduler_steps > 1:
+            scheduled = self._more_steps(scheduled, now)
         admitted, self._admitted = tuple(self._admitted), []
-        return StepPlan(scheduled=tuple(scheduled), admitted=admitted, released=self._live.take_released())
+        return StepPlan(
+            scheduled=tuple(scheduled),
+            admitted=admitted,
+            released=self._live.take_released(),
+            num_decodes=self._num_decodes,
+        )
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         running, chunk = self._running.requests, self.config.prefill_chunk_tokens
@@ -199,6 +204,7 @@ class Scheduler:
         decodes_left = 0
         for request in running:
             decodes_left += len(request.token_ids) - request.num_computed_tokens == 1
+        num_decodes = decodes_left
         index = 0
         # Not a for loop: preemption shortens the list from its end.
         while index < len(running) and budget > 0:
@@ -207,7 +213,6 @@ class Scheduler:
             num_tokens = len(request.token_ids) - request.num_computed_tokens
             if num_tokens == 1:
                 decodes_left -= 1
-                self._num_step_decodes += 1
             else:
                 # At least 1 for the first: nobody is admitted without a token, so no more run than the budget has.
                 num_tokens = min(num_tokens, chunk, budget - decodes_left)
@@ -219,6 +224,7 @@ class Scheduler:
             item = self._share_of(request, num_tokens, new_block_ids, budget - decodes_left)
             scheduled.append(item)
             budget -= len(item.token_ids)
+        self._num_decodes = num_decodes - decodes_left
         return budget
 
     def _grow_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -241,7 +247,7 @@ class Scheduler:
         self._live.preempt(request)
         self.num_preemptions += 1
 
-    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float) -> int:
+    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float) -> None:
         self._gate.begin_step(len(self._running), self._waiting, self._num_arrivals, now)
         reserved = sum(self.kv.num_missing_blocks(request, request.num_tokens) for request in self._running)
         limit = self.config.max_preemptions
@@ -273,7 +279,6 @@ class Scheduler:
             scheduled.append(self._share_of(request, num_tokens, new_block_ids, num_tokens))
             budget -= num_tokens
             reserved += self.kv.num_missing_blocks(request, request.num_tokens)
-        return budget
 
     def _why_not_now(
         self, request: Request, cached: list[int], reserved: int, budget: int, now: float
@@ -322,7 +327,8 @@ class Scheduler:
             room = min(budget, self.config.prefill_chunk_tokens) - num_tokens
             wanted = self.speculation.num_wanted(request.traffic_class)
             num_wanted = wanted if self.speculation.device_drafts else 0
-            drafts = self.speculation.drafts(request, wanted, self._room_for_drafts(request, room))
+            room = min(room, room_ahead(request, self.kv, len(self._running)))
+            drafts = self.speculation.drafts(request, wanted, room)
             num_drafts = len(drafts)
             if drafts:
                 token_ids += drafts
@@ -337,28 +343,31 @@ class Scheduler:
             num_wanted_drafts=num_wanted,
         )
 
-    def _room_for_drafts(self, request: Request, room: int) -> int:
-        """Guesses that end before the request must, and whose blocks leave one for each running request."""
-        num_tokens = len(request.token_ids)
-        spare = max(0, self.kv.pool.num_free_blocks - len(self._running))
-        slots = (len(request.block_ids) + spare) * self.kv.block_size
-        # Of g kept guesses and one token more, the last must still be within the request's length.
-        return min(room, request.max_total_tokens - num_tokens - 1, slots - num_tokens)
+    def _more_steps(self, scheduled: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
+        """Several steps at once, as long as nobody's deadline passes meanwhile and no place is sure to be left free."""
+        limit = float(self.config.num_scheduler_steps)
+        step_seconds = self.speed.step_seconds(len(scheduled))
+        if step_seconds > 0.0:
+            limit = min(limit, self._deadlines.seconds_left(now, self._requests) / step_seconds)
+        if self._waiting and self._running:
+            limit = min(limit, *(request.max_total_tokens - request.num_tokens for request in self._running))
+        return with_more_steps(scheduled, self._requests, self.kv, len(self._running), int(limit))
 
-    def update(self, plan: StepPlan, sampled: Iterable[StepResult], now: float = 0.0) -> list[RequestOutput]:
+    def update(
+        self, plan: StepPlan, sampled: Iterable[StepResult], now: float = 0.0, seconds: float = 0.0
+    ) -> list[RequestOutput]:
         """Book a step's results: tokens join their requests, finished ones give their blocks back.
 
         A stop token is part of the output, as its last token. Also returns the outputs of requests that were cut when
-        the step was planned.
+        the step was planned. seconds: what the step took.
         """
-        self._measure(now)
         outputs, self._ended = self._ended, []
         results = {result.request_id: result for result in sampled}
         for item in plan.scheduled:
+            result = results.get(item.request_id)
             request = self._requests.get(item.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue  # Ended while the step ran.
-            result = results.get(item.request_id)
             if result is not None:
                 if result.error is not None:
                     outputs.append(self._live.finish(request, "error", result.error, "internal"))
@@ -370,14 +379,18 @@ class Scheduler:
             else:
                 request.num_computed_tokens += len(item.token_ids)
                 self.kv.publish(request)
+        self._measure(plan, results, seconds)
         return outputs
 
-    def _measure(self, now: float) -> None:
-        seconds = now - self._began
+    def _measure(self, plan: StepPlan, results: Mapping[str, StepResult], seconds: float) -> None:
+        num_steps, num_more = steps_made(plan, results) if self.config.num_scheduler_steps > 1 else (1, 0)
+        num_tokens = plan.num_tokens + num_more
+        self.num_scheduled_tokens += num_tokens
         if seconds > 0.0:
-            self.speed.observe(self._num_step_tokens, self._num_step_tokens - self._num_step_decodes, seconds)
+            num_prefill_tokens = num_tokens - num_more - plan.num_decodes
+            self.speed.observe(num_tokens / num_steps, num_prefill_tokens / num_steps, seconds / num_steps)
             if self.speculation.is_on:
-                self.speculation.set_verification_cost(self.speed.verification_share(self._num_step_decodes))
+                self.speculation.set_verification_cost(self.speed.verification_share(plan.num_decodes))
 
     def _accept(self, request: Request, item: ScheduledRequest, result: StepResult | None, now: float) -> RequestOutput:
         problem = problem_with(item, result)
@@ -391,9 +404,10 @@ class Scheduler:
         is_first = len(request.token_ids) == request.num_prompt_tokens
         num_guesses = item.num_draft_tokens
         num_taken, reason = request.accept(result.token_ids)
-        num_kept = min(len(result.token_ids) - 1, num_taken)
-        # KV of kept guesses is there; that of rejected ones is overwritten by what comes in their place.
-        request.num_computed_tokens = item.start + len(item.token_ids) - num_guesses + num_kept
+        num_ahead = min(len(result.token_ids) - 1, num_taken)
+        num_kept = num_ahead if num_guesses else 0
+        # KV of kept guesses and of steps made is there; that of rejected ones is overwritten by what comes instead.
+        request.num_computed_tokens = item.start + len(item.token_ids) - num_guesses + num_ahead
         self.kv.publish(request)
         request.draft_token_ids = result.draft_token_ids
         if num_guesses:

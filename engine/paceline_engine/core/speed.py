@@ -30,8 +30,8 @@ class StepSpeed:
         self._tokens_squared = 0.0
         self._tokens_seconds = 0.0
 
-    def observe(self, num_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens, some of them prompt tokens, took `seconds`."""
+    def observe(self, num_tokens: float, num_prefill_tokens: float, seconds: float) -> None:
+        """A step of `num_tokens` tokens, some of them prompt tokens, took `seconds`; or the mean of several."""
         if num_tokens <= 0 or seconds <= 0.0:
             return
         self._weight = self._weight * FADE + 1.0
@@ -69,6 +69,10 @@ class StepSpeed:
     def alpha(self) -> float:
         """Seconds of a step whatever its tokens."""
         return max(0.0, (self._seconds - self.beta * self._tokens) / self._weight) if self._weight else 0.0
+
+    def step_seconds(self, num_tokens: int) -> float:
+        """What a step of `num_tokens` tokens takes."""
+        return self.alpha + self.beta * num_tokens
 
     def verification_share(self, num_sequences: int) -> float:
         """Extra time when each of `num_sequences` verifies one token more, over the time of a step without."""

@@ -53,6 +53,7 @@ class Stepped(msgspec.Struct, frozen=True, tag="step"):
     stored: tuple[int, ...]
     results: tuple[StepResult, ...]
     end: float
+    seconds: float
 
 
 Entry = Added | Aborted | Commanded | Stepped
@@ -159,12 +160,14 @@ class StepLog:
         """Something changed between two steps."""
         self._note(command, ENTRY_WEIGHT)
 
-    def stepped(self, now: float, plan: StepPlan, results: tuple[StepResult, ...], end: float) -> None:
+    def stepped(
+        self, now: float, plan: StepPlan, results: tuple[StepResult, ...], end: float, seconds: float = 0.0
+    ) -> None:
         """A step was made."""
         stored = self._store.take_answers() if self._store is not None else ()
         weight = ENTRY_WEIGHT * (1 + len(plan.scheduled)) + plan.num_tokens
         weight += sum(len(admitted.token_ids) for admitted in plan.admitted)
-        self._note(Stepped(now, plan, stored, results, end), weight)
+        self._note(Stepped(now, plan, stored, results, end, seconds), weight)
 
     def encoded(self) -> bytes:
         """The segments as MessagePack, for `decoded`."""
@@ -197,7 +200,7 @@ def replay(segment: Segment) -> Difference | None:
                 plan = scheduler.schedule(entry.now)
                 if plan != entry.plan:
                     return Difference(step=num_steps, recorded=entry.plan, replayed=plan)
-                scheduler.update(plan, entry.results, entry.end)
+                scheduler.update(plan, entry.results, entry.end, entry.seconds)
                 num_steps += 1
     return None
 

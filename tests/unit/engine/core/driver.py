@@ -67,7 +67,7 @@ def step(
     plan = scheduler.schedule(now)
     scheduler.check_integrity()
     answer = device if callable(device) else lambda item: StepResult(item.request_id, (device,))
-    outputs = scheduler.update(plan, [answer(item) for item in plan.scheduled if item.sample], now + seconds)
+    outputs = scheduler.update(plan, [answer(item) for item in plan.scheduled if item.sample], now + seconds, seconds)
     scheduler.check_integrity()
     return plan, outputs
 

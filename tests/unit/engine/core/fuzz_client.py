@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fuzz_device import Device, Memory, MemoryStore
+from fuzz_device import Device, Memory, MemoryStore, text_of
 
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
@@ -55,6 +55,7 @@ class Client:
 
     def _check_end(self, name: str, reason: str) -> None:
         sampling, tokens = self.started[name].sampling, self.delivered[name]
+        assert tokens == text_of(self.started[name], len(tokens)), "other tokens than alone"
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
         assert len(tokens) <= max(0, sampling.max_tokens)
         early = [i for i, token in enumerate(tokens) if token in stops and i >= sampling.min_tokens]
@@ -129,11 +130,11 @@ class Client:
         assert all(1 <= item.num_tokens <= config.prefill_chunk_tokens for item in plan.scheduled)
         results = self.device.execute(plan)
         if self.log is not None:
-            self.log.stepped(self.now, plan, tuple(results), self.now + 1.0)
+            self.log.stepped(self.now, plan, tuple(results), self.now + 1.0, 1.0)
         elif self.started and self.rng.random() < 0.1:
             self.abort()  # While the step runs, which the log of a loop that doesn't do so can't tell.
         self.now += 1.0
-        for output in self.scheduler.update(plan, results, self.now):
+        for output in self.scheduler.update(plan, results, self.now, 1.0):
             self.take(output)
         self.scheduler.check_integrity()
         return plan
@@ -152,6 +153,7 @@ def make_client(seed: int, log_weight: int | None = None) -> Client:
         scheduling_policy=rng.choice(("priority", "priority", "fcfs")),
         batching=rng.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
         batch_wait_s=rng.choice((0.0, 2.5)),
+        num_scheduler_steps=rng.choice((1, 2, 3, 8)),
     )
     speculation = SpeculationConfig(
         method=rng.choice(("none", "none", "ngram", "draft")), num_tokens=rng.choice((None, 3)), min_n=1, max_n=3

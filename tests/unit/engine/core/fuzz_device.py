@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from zlib import crc32
 
 from paceline_engine.core.outputs import ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.messages import AddRequest, TokenLogprobs
+from paceline_engine.rounds import in_rounds
 
 
 class Memory:
@@ -53,8 +55,29 @@ class MemoryStore:
         self.kept.clear()
 
 
+def next_token(content: int) -> int:
+    """What follows the text that `content` stands for: 0, which ends it, one time in 30."""
+    return 0 if content % 30 == 0 else 1 + content % 12
+
+
+def root_of(message: AddRequest) -> int:
+    """Where a text's contents begin: another tenant or adapter has others."""
+    return crc32(repr((message.salt, message.adapter)).encode())
+
+
+def text_of(message: AddRequest, count: int) -> list[int]:
+    """The first `count` tokens that a request must get, whoever runs beside it, whatever ends it."""
+    content, tokens = root_of(message), []
+    for token in message.prompt_token_ids:
+        content = hash((content, token))
+    for _ in range(count):
+        tokens.append(next_token(content))
+        content = hash((content, tokens[-1]))
+    return tokens
+
+
 class Device:
-    """Follows block tables as a device must, checks what it reads, and samples at random."""
+    """Follows block tables as a device must, checks what it reads, and continues each text in the only right way."""
 
     def __init__(self, rng: random.Random, memory: Memory) -> None:
         self._rng = rng
@@ -67,11 +90,15 @@ class Device:
 
     def announce(self, message: AddRequest) -> None:
         """What the client knows and the plan doesn't say: whose KV it is."""
-        self._root[message.request_id] = hash((message.salt, message.adapter))
+        self._root[message.request_id] = root_of(message)
         if message.sampling.prompt_logprobs is not None:
             self._prompt_logprobs[message.request_id] = len(message.prompt_token_ids)
 
     def execute(self, plan: StepPlan) -> list[StepResult]:
+        """Now and then a row stops before it has had all of its steps, as one does that has ended."""
+        return in_rounds(plan, self._execute_once, lambda _: self._rng.random() < 0.1)
+
+    def _execute_once(self, plan: StepPlan) -> list[StepResult]:
         for request_id in plan.released:
             self._tables.pop(request_id, None)
         for admitted in plan.admitted:
@@ -81,18 +108,21 @@ class Device:
         assert {admitted.request_id for admitted in plan.admitted} <= {item.request_id for item in plan.scheduled}
         fresh = {admitted.request_id for admitted in plan.admitted}
         written: set[tuple[int, int]] = set()
-        for item in plan.scheduled:
-            self._compute(item, item.request_id in fresh, written)
-        return [result for item in plan.scheduled if (result := self._answer(item)) is not None]
+        answers = [
+            self._answer(item, self._compute(item, item.request_id in fresh, written)) for item in plan.scheduled
+        ]
+        return [answer for answer in answers if answer is not None]
 
-    def _compute(self, item: ScheduledRequest, fresh: bool, written: set[tuple[int, int]]) -> None:
+    def _compute(self, item: ScheduledRequest, fresh: bool, written: set[tuple[int, int]]) -> list[int]:
+        """The contents of the share's slots, which are now in memory."""
         name, table = item.request_id, self._tables[item.request_id]
         known = self._tokens[name]
         table += item.new_block_ids
-        assert len(table) * self._memory.block_size >= item.end
+        assert len(table) * self._memory.block_size >= item.end + item.num_steps - 1
         assert item.token_ids[: len(known) - item.start] == known[item.start : item.num_known_tokens]
         assert fresh or item.start == self._end[name], "a gap or an overlap in computed tokens"
         content = self._root[name]
+        contents: list[int] = []
         check = fresh or self._rng.random() < 0.1
         for position in range(item.end):
             token = known[position] if position < item.start else item.token_ids[position - item.start]
@@ -102,22 +132,38 @@ class Device:
                 assert slot not in written, "two requests write one slot"
                 written.add(slot)
                 self._memory.write(table, position, content)
+                contents.append(content)
             elif check:
                 assert self._memory.read(table, position) == content, f"{name} reads foreign KV at {position}"
         self._end[name] = item.num_known_tokens
+        return contents
 
-    def _answer(self, item: ScheduledRequest) -> StepResult | None:
+    def _answer(self, item: ScheduledRequest, contents: list[int]) -> StepResult | None:
         rng, name = self._rng, item.request_id
         if rng.random() < 0.01:
+            self._end[name] = item.start
             return StepResult(name, error="not finite")
         last = self._prompt_logprobs.get(name, 0) - 1
         prompt = tuple(TokenLogprobs(position + 1, -1.0, 1) for position in range(item.start, min(item.end, last)))
         if not item.sample:
             return StepResult(name, prompt_logprobs=prompt) if prompt else None
-        kept = rng.randint(0, item.num_draft_tokens)
-        guesses = item.token_ids[len(item.token_ids) - item.num_draft_tokens :][:kept]
-        tokens = (*guesses, rng.choice((0, *range(1, 30))))
+        following = contents[len(contents) - 1 - item.num_draft_tokens :]
+        tokens = [next_token(following[0])]
+        for guess, content in zip(
+            item.token_ids[len(item.token_ids) - item.num_draft_tokens :], following[1:], strict=True
+        ):
+            if guess != tokens[-1]:
+                break
+            tokens.append(next_token(content))
         self._tokens[name] += tokens
-        self._end[name] = item.num_known_tokens + kept
-        drafts = tuple(rng.randint(1, 6) for _ in range(item.num_wanted_drafts))
-        return StepResult(name, tokens, prompt_logprobs=prompt, draft_token_ids=drafts)
+        self._end[name] = item.num_known_tokens + len(tokens) - 1
+        drafts = self._guesses(hash((following[len(tokens) - 1], tokens[-1])), item.num_wanted_drafts)
+        return StepResult(name, tuple(tokens), prompt_logprobs=prompt, draft_token_ids=drafts)
+
+    def _guesses(self, content: int, count: int) -> tuple[int, ...]:
+        guesses: list[int] = []
+        for _ in range(count):
+            token = next_token(content)
+            content = hash((content, token))
+            guesses.append(token if self._rng.random() < 0.7 else self._rng.randint(1, 6))
+        return tuple(guesses)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from oracle import greedy  # noqa: E402
 from paceline_engine.backends.cpu_attention import PagedKV  # noqa: E402
 from paceline_engine.core.block_pool import BlockPool  # noqa: E402
 from paceline_engine.core.kv_manager import KVManager, SequenceStore  # noqa: E402
+from paceline_engine.core.prefix_cache import PrefixCache  # noqa: E402
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from paceline_engine.core.spec import SpeculationConfig  # noqa: E402
 from paceline_engine.drafting import DraftModel, num_scratch_blocks  # noqa: E402
@@ -32,6 +34,10 @@ from paceline_engine.models.config import ModelConfig  # noqa: E402
 from paceline_engine.models.decoder import Decoder  # noqa: E402
 from paceline_engine.models.hf_folder import read_config  # noqa: E402
 from paceline_engine.runner import ModelRunner  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))  # Test folders are no packages.
+
+from tiny_grammars import EOS, Compiler  # noqa: E402
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
@@ -121,6 +127,8 @@ def make_loop(
     speculation: SpeculationConfig | None = None,
     draft: Checkpoint | int | None = None,
     make_decoder: Callable[..., Any] | None = None,
+    num_scheduler_steps: int = 1,
+    cached: bool = False,
     **runner_options: Any,
 ) -> Loop:
     """The real scheduler, runner and decoder over one pool. draft: another model, or the layers that draft for all."""
@@ -146,12 +154,15 @@ def make_loop(
         num_blocks=num_blocks,
         **runner_options,
     )
-    manager = KVManager(BlockPool(num_blocks, order), block_size, make_store(kv) if make_store else None)
+    pool = BlockPool(num_blocks, order)
+    cache = PrefixCache(pool, block_size) if cached else None
+    manager = KVManager(pool, block_size, make_store(kv) if make_store else None, cache)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         prefill_chunk_tokens=prefill_chunk_tokens,
         max_model_len=max_model_len,
+        num_scheduler_steps=num_scheduler_steps,
     )
     return Loop(Scheduler(config, manager, checkpoint.config.eos_token_ids, speculation), runner)
 
@@ -233,6 +244,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Che
 def tiny(checkpoints: Callable[[str], Checkpoint]) -> Checkpoint:
     """The grouped-query, tied-embedding model: the geometry of SmolLM2 in small."""
     return checkpoints("gqa-tied")
+
+
+@pytest.fixture(scope="session")
+def ending(tiny: Checkpoint) -> Checkpoint:
+    """The tiny model with two ending tokens."""
+    return replace(tiny, config=replace(tiny.config, eos_token_ids=EOS))
+
+
+@pytest.fixture(scope="session")
+def compiler(tiny: Checkpoint) -> Compiler:
+    """Grammars over the tiny model's tokens."""
+    return Compiler(tiny.config.vocab_size)
 
 
 @pytest.fixture(scope="session")

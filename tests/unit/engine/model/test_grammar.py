@@ -5,58 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny_grammars import EOS, WORDS, Compiler
 
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan
-from paceline_engine.grammar import Grammars, import_xgrammar
 from paceline_engine.messages import Constraint, SamplingParams
 from paceline_engine.sampling.row import RowError
-
-EOS = (1, 2)
-WORDS = ["", "</s>", "<|end|>", "<pad>", *map(chr, range(32, 127)), '{"', '":', '": ', "name", "na", "true", "12"]
-
-
-class Compiler:
-    """Grammars over the tiny model's 199 tokens: two ends, printable ASCII, a few words."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.xgrammar = import_xgrammar()
-        self.vocab_size = vocab_size
-        self.words = WORDS + [f"<unused{i}>" for i in range(vocab_size - len(WORDS))]
-        self.info = self.xgrammar.TokenizerInfo(self.words, vocab_size=vocab_size, stop_token_ids=list(EOS))
-        self._compiler = self.xgrammar.GrammarCompiler(self.info)
-
-    def constraint(self, key: str, compiled) -> Constraint:
-        return Constraint(key=key, grammar=compiled.serialize_json().encode())
-
-    def regex(self, pattern: str) -> Constraint:
-        return self.constraint(pattern, self._compiler.compile_regex(pattern))
-
-    def schema(self, schema: str) -> Constraint:
-        return self.constraint(schema, self._compiler.compile_json_schema(schema, any_whitespace=False))
-
-    def grammars(self, **bounds) -> Grammars:
-        return Grammars(lambda: self.info, self.vocab_size, EOS, **bounds)
-
-    def text(self, token_ids) -> str:
-        return "".join(self.words[i] for i in token_ids)
-
-    def ids(self, text: str) -> list[int]:
-        return [self.words.index(char) for char in text]
-
-
-@pytest.fixture(scope="module")
-def ending(tiny):
-    """The tiny model with two ending tokens."""
-    return replace(tiny, config=replace(tiny.config, eos_token_ids=EOS))
-
-
-@pytest.fixture(scope="module")
-def compiler(tiny) -> Compiler:
-    return Compiler(tiny.config.vocab_size)
 
 
 def allowed(state, vocab_size: int) -> set[int]:

@@ -1,0 +1,199 @@
+"""The real core loop on the tiny model: however it drives the device, requests get what the plain loop gives them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline_engine.core.outputs import StepPlan, StepResult
+from paceline_engine.core_process import CoreLoop
+from paceline_engine.core_setup import Core
+from paceline_engine.kv_transfer import KVTransfer
+from paceline_engine.messages import (
+    AbortRequest,
+    AddRequest,
+    FromCore,
+    SamplingParams,
+    Shutdown,
+    StepOutputs,
+    ToCore,
+    TokenLogprobs,
+)
+from paceline_kvstore.tiers.memory import MemoryTier
+
+MODES: dict[str, dict[str, Any]] = {f"{steps} steps": {"num_scheduler_steps": steps} for steps in (2, 3, 8)}
+
+
+class Device:
+    """A runner as a device."""
+
+    kv_store = None
+    kv_store_bytes = 0
+    stats: dict[str, float] = {}  # noqa: RUF012
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.most_tokens = 0
+
+    def execute(self, plan: StepPlan) -> Sequence[StepResult]:
+        results = self.runner.execute(plan)
+        self.most_tokens = max([self.most_tokens, *(len(result.token_ids) for result in results)])
+        return results
+
+
+@dataclass
+class Run:
+    """A core that hears `messages`, one list a round, and stops when all is done."""
+
+    loop: Any
+    messages: list[list[ToCore]]
+    options: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.scheduler = self.loop.scheduler
+        self.device = Device(self.loop.runner)
+        core = Core(
+            scheduler=self.scheduler, backend=self.device, max_model_len=96, namespace_digest="00" * 32, **self.options
+        )
+        self._rounds = [[*messages, None] for messages in self.messages]
+        CoreLoop(core, self._receive, self._keep, clock=self._tick).run()
+        assert self.scheduler.kv.pool.num_free_blocks == self.scheduler.kv.pool.num_blocks
+
+    def _tick(self) -> float:
+        self.now += 0.01
+        return self.now
+
+    def _receive(self, _seconds: float) -> ToCore | None:
+        if not self._rounds:
+            return None if self.scheduler.has_work else Shutdown()
+        message = self._rounds[0].pop(0)
+        if not self._rounds[0]:
+            self._rounds.pop(0)
+        return message
+
+    def _keep(self, message: FromCore) -> None:
+        assert isinstance(message, StepOutputs)
+        self.scheduler.check_integrity()
+        for output in message.outputs:
+            name = output.request_id
+            assert name not in self.reasons, "an output after the terminal one"
+            self.tokens.setdefault(name, []).extend(output.new_token_ids)
+            self.logprobs.setdefault(name, []).extend(output.logprobs)
+            self.prompt_logprobs[name] = self.prompt_logprobs.get(name, 0) + len(output.prompt_logprobs)
+            if output.finish_reason is not None:
+                self.reasons[name] = output.finish_reason
+
+
+def random_requests(rng: random.Random, compiler: Any, count: int) -> list[AddRequest]:
+    """All sorts of requests; the tiny model's vocabulary has 199 tokens, 1 and 2 of them end an output."""
+    constraints = [compiler.regex("[0-9]{2,9}"), compiler.schema('{"type": "object", "properties": {"name": {}}}')]
+    trunk = [rng.randrange(3, 199) for _ in range(24)]
+    requests: list[AddRequest] = []
+    for number in range(count):
+        prompt = trunk[: rng.choice((0, 8, 16, 24))] + [rng.randrange(3, 199) for _ in range(rng.randint(1, 12))]
+        sampling = SamplingParams(
+            max_tokens=rng.choice((1, 2, 9, 17, 30, 30)),
+            temperature=rng.choice((0.0, 0.0, 0.8, 1.5)),
+            top_k=rng.choice((0, 0, 40)),
+            top_p=rng.choice((1.0, 0.9)),
+            seed=number,
+            stop_token_ids=tuple(rng.sample(range(3, 199), rng.choice((0, 20)))),
+            min_tokens=rng.choice((0, 0, 5)),
+            ignore_eos=rng.random() < 0.6,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+            presence_penalty=rng.choice((0.0, 0.0, 0.7)),
+            logit_bias=rng.choice(((), ((1, 4.0), (7, 2.0)))),
+            bad_words=rng.choice(((), ((5,), (6, 7)))),
+            logprobs=rng.choice((None, 0, 2)),
+            prompt_logprobs=rng.choice((None, None, None, 1)),
+        )
+        requests.append(
+            AddRequest(
+                request_id=str(number),
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                priority=rng.choice((0, 0, 1)),
+                constraint=rng.choice(constraints) if rng.random() < 0.15 else None,
+            )
+        )
+    return requests
+
+
+def spread(rng: random.Random, requests: Sequence[AddRequest], num_aborts: int = 0) -> list[list[ToCore]]:
+    rounds: list[list[ToCore]] = [[] for _ in range(30)]
+    arrivals = sorted(rng.randrange(6) for _ in requests)
+    for arrival, request in zip(arrivals, requests, strict=True):
+        rounds[arrival].append(request)
+    for number in rng.sample(range(len(requests)), num_aborts):
+        at = rng.randint(arrivals[number], 29)
+        rounds[at].append(AbortRequest(request_id=requests[number].request_id))
+    return rounds
+
+
+@pytest.fixture(scope="module")
+def make(ending, new_loop, compiler):
+    """A loop whose pool is large, or so small that requests lose their blocks, to a store or for good."""
+
+    def loop(num_blocks: int = 400, tier: MemoryTier | None = None, **options: Any) -> Any:
+        def store(kv: Any) -> KVTransfer:
+            return KVTransfer(kv, tier, "ab" * 32, chunk_tokens=8)
+
+        return new_loop(
+            ending,
+            num_blocks=num_blocks,
+            max_num_seqs=6,
+            grammars=compiler.grammars(),
+            make_store=None if tier is None else store,
+            **options,
+        )
+
+    return loop
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("pool", ["large", "small", "stored"])
+def test_every_way_to_loop_gives_the_same_answers(make, compiler, mode, seed, pool):
+    rng = random.Random(seed)
+    requests = random_requests(rng, compiler, 14)
+    plain = Run(make(), [list(requests)])
+    assert {"stop", "length"} <= set(plain.reasons.values())
+    sizes = {"large": {"cached": True}, "small": {"num_blocks": 18, "cached": True}, "stored": {"num_blocks": 18}}
+    options = {**sizes[pool], "tier": MemoryTier(1 << 22) if pool == "stored" else None}
+    run = Run(make(**options, num_scheduler_steps=mode.get("num_scheduler_steps", 1)), spread(rng, requests))
+    assert run.tokens == plain.tokens
+    assert run.reasons == plain.reasons
+    assert run.prompt_logprobs == plain.prompt_logprobs
+    for name, entries in plain.logprobs.items():
+        assert [entry.token_id for entry in run.logprobs[name]] == [entry.token_id for entry in entries]
+        logprobs = [entry.logprob for entry in entries]
+        assert [entry.logprob for entry in run.logprobs[name]] == pytest.approx(logprobs, abs=1e-3)
+    assert (run.scheduler.num_preemptions > 0) == (pool != "large")
+    assert (run.scheduler.kv.num_restored_sequences > 0) == (pool == "stored")
+    if "num_scheduler_steps" in mode:
+        assert run.device.most_tokens >= mode["num_scheduler_steps"]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_aborted_requests_have_the_beginning_of_their_answer_and_disturb_nobody(make, compiler, mode, seed):
+    rng = random.Random(seed)
+    requests = random_requests(rng, compiler, 12)
+    plain = Run(make(), [list(requests)])
+    loop = make(num_blocks=18, cached=True, num_scheduler_steps=mode.get("num_scheduler_steps", 1))
+    run = Run(loop, spread(rng, requests, num_aborts=6))
+    assert "abort" in run.reasons.values()
+    for name, reason in run.reasons.items():
+        if reason == "abort":
+            assert run.tokens[name] == plain.tokens[name][: len(run.tokens[name])]
+        else:
+            assert (run.tokens[name], reason) == (plain.tokens[name], plain.reasons[name])
