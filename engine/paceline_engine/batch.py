@@ -123,9 +123,9 @@ class Batch:
 
     items: the shares in the batch's order. logits_rows: for each of samplers, the requests that sample, its last known
     token and its guesses; then the rows of `scored`, requests whose prompt tokens' logprobs are asked for, every token
-    of their shares. Sequence s is rows [sequence_begins[s], sequence_begins[s + 1]); its blocks are block_tables[s],
-    with stale entries past its own. Groups are made when first asked for, since not every attention wants them; that
-    must be before the tables change.
+    of their shares. embed_rows: the last token of each of embedders. Sequence s is rows [sequence_begins[s],
+    sequence_begins[s + 1]); its blocks are block_tables[s], with stale entries past its own. Groups are made when first
+    asked for, since not every attention wants them; that must be before the tables change.
     """
 
     items: tuple[ScheduledRequest, ...]
@@ -137,6 +137,8 @@ class Batch:
     block_tables: torch.Tensor
     samplers: tuple[ScheduledRequest, ...]
     scored: tuple[ScheduledRequest, ...]
+    embedders: tuple[ScheduledRequest, ...]
+    embed_rows: torch.Tensor
     num_short: int
     rows: IntArray
     tables: BlockTables
@@ -175,6 +177,7 @@ def build_batch(
     token_ids = np.concatenate([np.array(item.token_ids, dtype=np.int64) for item in items])
     samples = [index for index, item in enumerate(items) if item.sample]
     scored = [index for index, item in enumerate(items) if is_scored(item)]
+    embedders = [index for index, item in enumerate(items) if item.embed]
     spans = [np.arange(ends[index] - items[index].num_draft_tokens - 1, ends[index]) for index in samples]
     spans += [np.arange(ends[index] - items[index].num_tokens, ends[index]) for index in scored]
     return Batch(
@@ -187,6 +190,8 @@ def build_batch(
         block_tables=torch.from_numpy(tables.block_ids(rows, -(-max(item.end for item in items) // tables.block_size))),
         samplers=tuple(items[index] for index in samples),
         scored=tuple(items[index] for index in scored),
+        embedders=tuple(items[index] for index in embedders),
+        embed_rows=torch.from_numpy(ends[embedders] - 1),
         num_short=len(short),
         rows=rows,
         tables=tables,

@@ -57,7 +57,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
 
     salt: isolates tenants' cached KV; part of the first block's hash. priority: lower runs first, as in vLLM.
     ttft_s, e2e_s: seconds from arrival by which the first and the last token must be out; None is no limit. adapter:
-    name of a loaded LoRA adapter. traffic_class: what speculation is switched by.
+    name of a loaded LoRA adapter. traffic_class: what speculation is switched by. embed: answer with the prompt's
+    embedding, no tokens.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     adapter: str | None = None
     constraint: Constraint | None = None
     traffic_class: str = ""
+    embed: bool = False
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -119,7 +121,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     missed it. logprobs stand beside new_token_ids where they were asked for.
     prompt_logprobs come once, with the first token: one entry a prompt token, None for the first. num_cached_tokens:
     prompt tokens whose KV was found, not computed. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
-    this step.
+    this step. embedding: where one was asked for, a unit vector as float32, little endian; comes with "stop".
     """
 
     request_id: str
@@ -132,6 +134,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    embedding: bytes = b""
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):

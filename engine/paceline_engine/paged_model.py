@@ -9,6 +9,7 @@ import torch
 
 from paceline_engine.backends.cpu_attention import CpuAttention
 from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.decoder import HiddenRows
 from paceline_engine.models.lora import AdapterTable, LayerDeltas
 
 
@@ -32,6 +33,7 @@ class PagedModel(Protocol):
         logits_rows: torch.Tensor,
         attention: CpuAttention,
         deltas: Sequence[LayerDeltas] | None = None,
+        states: HiddenRows | None = None,
     ) -> torch.Tensor:
         """Logits [rows, vocab] in float32."""
         ...

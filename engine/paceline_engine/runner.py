@@ -18,6 +18,7 @@ from paceline_engine.core.spec import MAX_DRAFT_TOKENS
 from paceline_engine.drafting import Drafter, DraftModel
 from paceline_engine.grammar import Grammars
 from paceline_engine.messages import SamplingParams, TokenLogprobs
+from paceline_engine.models.decoder import HiddenRows
 from paceline_engine.paged_model import PagedModel
 from paceline_engine.rounds import in_rounds
 from paceline_engine.sampling.logprobs import token_logprobs
@@ -72,11 +73,7 @@ class ModelRunner:
         if not plan.scheduled:
             return []
         batch = build_batch(plan.scheduled, self._tables, self.kv.tensor.dtype, self._is_scored)
-        adapters = [self._rows[item.request_id].adapter for item in batch.items]
-        deltas = self._decoder.adapters.deltas(adapters, [item.num_tokens for item in batch.items])
-        logits = self._decoder.forward(
-            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch), deltas
-        )
+        logits, embedded = self._forward(batch)
         num_sampled = sum(item.num_draft_tokens + 1 for item in batch.samplers)
         scores = self._score_prompts(logits[num_sampled:], batch)
         rows = [self._rows[item.request_id] for item in batch.samplers]
@@ -86,7 +83,17 @@ class ModelRunner:
         results = [_advance(row, result) for row, result in zip(rows, results, strict=True)]
         if self._drafter is not None:
             results = self._draft(self._drafter, plan, results)
-        return self._errors(plan) + _with_scores(results, scores)
+        return embedded + self._errors(plan) + _with_scores(results, scores)
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, list[StepResult]]:
+        """Logits of the batch's logits_rows, and the answers to its embedders."""
+        adapters = [self._rows[item.request_id].adapter for item in batch.items]
+        deltas = self._decoder.adapters.deltas(adapters, [item.num_tokens for item in batch.items])
+        states = HiddenRows.of(batch.embed_rows, self._decoder.config) if batch.embedders else None
+        logits = self._decoder.forward(
+            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch), deltas, states
+        )
+        return logits, [] if states is None else _embeddings(batch.embedders, states.out)
 
     def _errors(self, plan: StepPlan) -> list[StepResult]:
         """Requests that can't run say so with their first share; those that sample have a result anyway."""
@@ -176,6 +183,18 @@ def _advance(row: Row, result: StepResult) -> StepResult:
         return result
     forced = row.matcher.forced_tokens(MAX_DRAFT_TOKENS)
     return replace(result, draft_token_ids=tuple(forced)) if forced else result
+
+
+def _embeddings(items: Sequence[ScheduledRequest], states: torch.Tensor) -> list[StepResult]:
+    """The hidden states [items, hidden] as unit vectors."""
+    vectors = torch.nn.functional.normalize(states, dim=-1).numpy().astype("<f4")
+    finite = torch.isfinite(states).all(-1).tolist()
+    return [
+        StepResult(item.request_id, embedding=vector.tobytes())
+        if fine
+        else StepResult(item.request_id, error="the model's hidden state isn't finite")
+        for item, vector, fine in zip(items, vectors, finite, strict=True)
+    ]
 
 
 def _with_scores(results: Sequence[StepResult], scores: dict[str, tuple[TokenLogprobs, ...]]) -> list[StepResult]:

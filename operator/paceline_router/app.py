@@ -1,6 +1,6 @@
-"""What the router serves: the public port (completions, models, health), the admin port and the metrics port.
+"""What the router serves: the public port (completions, embeddings, models, health), admin and metrics port.
 
-Completion requests go to the proxy as raw ASGI; FastAPI answers everything else.
+Completion and embedding requests go to the proxy as raw ASGI; FastAPI answers everything else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The streaming path: one ASGI call per completion request, from the client's bytes to the engine's and back.
+"""The streaming path: one ASGI call per model request, from the client's bytes to the engine's and back.
 
 Order: authenticate, read the body, find the model, pick an endpoint, send, stream, enter the end in the ledger. No
 framework sits between the client's socket and the engine's. Runs on one event loop; no state is shared across threads.
@@ -34,7 +34,7 @@ from paceline_router.upstream import AttemptFailed, Upstreams, attempt, read_who
 
 log = logging.getLogger(__name__)
 
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 JSON_HEADER = (b"content-type", b"application/json")
 CODE_CLIENT_GONE = 499
 _TURNS_MAX = 4096

@@ -225,6 +225,24 @@ def test_the_openai_client_works_unchanged(engine: EngineProcess) -> None:
             client.chat.completions.create(model="other", messages=messages)
 
 
+def test_the_openai_client_gets_embeddings(engine: EngineProcess) -> None:
+    with openai.OpenAI(base_url=f"{engine.http}/v1", api_key="none", max_retries=0) as client:
+        answer = client.embeddings.create(model="m", input=["one", "two", "one"])
+        assert [item.index for item in answer.data] == [0, 1, 2]
+        vectors = [item.embedding for item in answer.data]
+        assert vectors[0] == vectors[2] != vectors[1]
+        assert sum(value * value for value in vectors[0]) == pytest.approx(1.0, abs=1e-5)
+        plain = client.embeddings.create(model="m", input="one", encoding_format="float").data[0].embedding
+        assert plain == pytest.approx(vectors[0], abs=1e-7)
+        assert len(client.embeddings.create(model="m", input=[[504, 2025]], dimensions=5).data[0].embedding) == 5
+        with pytest.raises(openai.BadRequestError, match="input\\[1\\] is empty") as refused:
+            client.embeddings.create(model="m", input=["one", ""])
+        assert refused.value.param == "input[1]"
+    many = engine.post({"model": "m", "input": [[index] for index in range(2048)]}, "/v1/embeddings").json()
+    assert len(many["data"]) == 2048
+    engine.wait_idle()
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -509,6 +527,16 @@ def test_the_capital_of_france(smollm2: EngineProcess) -> None:
     assert "<|im_end|>" not in text
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text
+
+
+@pytest.mark.engine
+def test_embeddings_of_like_texts_are_closer_than_those_of_others(smollm2: EngineProcess) -> None:
+    texts = ["The cat sat on the mat.", "A cat was sitting on a mat.", "Interest rates rose by half a percent."]
+    with openai.OpenAI(base_url=f"{smollm2.http}/v1", api_key="none", max_retries=0) as client:
+        data = client.embeddings.create(model="m", input=texts).data
+    first, like, other = (item.embedding for item in data)
+    assert len(first) == 576
+    assert sum(a * b for a, b in zip(first, like, strict=True)) > sum(a * b for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.engine

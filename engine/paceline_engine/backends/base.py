@@ -73,6 +73,7 @@ def create_backend(
             eos_token_ids=model.eos_token_ids,
             alpha_ms=config.simulated_alpha_ms,
             beta_ms=config.simulated_beta_ms,
+            hidden_size=model.hidden_size,
         )
     prepare_environment()
     from paceline_engine.backends.cpu import CpuBackend

@@ -8,6 +8,8 @@ a real engine. Imports no torch.
 from __future__ import annotations
 
 import math
+import random
+import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
@@ -63,6 +65,7 @@ class SimulatedBackend:
         alpha_ms: float,
         beta_ms: float,
         eos_token_ids: Iterable[int] = (),
+        hidden_size: int = 64,
         acceptance: float = 0.8,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -71,6 +74,7 @@ class SimulatedBackend:
         self._alpha_ms = alpha_ms
         self._beta_ms = beta_ms
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._hidden_size = hidden_size
         self._acceptance = acceptance
         self._sleep = sleep
         self._rows: dict[str, _Row] = {}
@@ -127,6 +131,8 @@ class SimulatedBackend:
         if row.sampling.prompt_logprobs is not None:
             ahead = row.token_ids[item.start + 1 : min(item.end + 1, row.num_prompt_tokens)]
             scored = tuple(map(self._logprob, ahead))
+        if item.embed:
+            return StepResult(item.request_id, embedding=self._embedding(row.hash_all()))
         if not item.sample:
             return StepResult(item.request_id, prompt_logprobs=scored) if scored else None
         tokens = self._verify(row, item)
@@ -161,6 +167,13 @@ class SimulatedBackend:
             guesses.append(token if right else (token + 1) % self._vocab_size)
             context, position = _extend(context, token), position + 1
         return tuple(guesses)
+
+    def _embedding(self, context: bytes) -> bytes:
+        """A unit vector of the tokens' hash."""
+        draw = random.Random(self._seed.to_bytes(8, "little", signed=True) + context)
+        values = [draw.gauss() for _ in range(self._hidden_size)]
+        norm = math.sqrt(sum(value * value for value in values))
+        return struct.pack(f"<{len(values)}f", *(value / norm for value in values))
 
     def _logprob(self, token_id: int) -> TokenLogprobs:
         return TokenLogprobs(token_id, -math.log(self._vocab_size), 1)

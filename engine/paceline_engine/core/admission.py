@@ -65,11 +65,17 @@ def why_impossible(request: Request, config: SchedulerConfig, kv: KVManager) -> 
         return "the prompt has no tokens"
     if request.sampling.max_tokens < 1:
         return f"max_tokens must be at least 1, not {request.sampling.max_tokens}"
+    if request.embeds and num_prompt <= max_model_len:
+        return _why_too_large(request, kv)
     if num_prompt >= max_model_len:
         return (
             f"the prompt has {num_prompt} tokens; with a maximum length of {max_model_len} at most "
             f"{max_model_len - 1} fit, so that one can be generated"
         )
+    return _why_too_large(request, kv)
+
+
+def _why_too_large(request: Request, kv: KVManager) -> str | None:
     needed = kv.num_blocks_for(request.max_kv_tokens)
     if needed > kv.pool.num_blocks:
         return (

@@ -66,5 +66,7 @@ def missed_text(request: Request, kind: DeadlineKind) -> str:
     """One line for the client."""
     limit = request.ttft_deadline if kind == "ttft" else request.e2e_deadline
     seconds = (limit or 0.0) - request.arrived_at
+    if request.embeds:
+        return f"the deadline of {seconds:g} s for the embedding has passed"
     what = "first token" if kind == "ttft" else "last token"
     return f"the deadline of {seconds:g} s for the {what} has passed; {request.num_output_tokens} tokens were made"

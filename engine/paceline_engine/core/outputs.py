@@ -35,7 +35,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logits of the last known token and of each guess yield tokens: each guess is kept while it agrees, then one token
     more is drawn. num_wanted_drafts: guesses that a drafting device should return for the next step. num_steps: steps
     that the device may make in a row for this request, each computing the token that the one before sampled; its blocks
-    are there. Above 1 only where one known token is computed and nobody guesses.
+    are there. Above 1 only where one known token is computed and nobody guesses. embed: the hidden state of the last
+    token is wanted as the embedding of all tokens so far; never with sample.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_draft_tokens: int = 0
     num_wanted_drafts: int = 0
     num_steps: int = 1
+    embed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +90,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     token_ids: the guesses that were kept, then one token more; or one token of each step that was made. logprobs stand
     beside them, where they were asked for. prompt_logprobs: of the prompt tokens that this share's logits predict,
     positions start + 1 to `end`, so also for shares without `sample`. draft_token_ids: guesses for the next step, from
-    a device that drafts or a grammar that leaves no choice.
+    a device that drafts or a grammar that leaves no choice. embedding: for a share with `embed`, as in `RequestOutput`.
     """
 
     request_id: str
@@ -97,3 +99,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
+    embedding: bytes = b""

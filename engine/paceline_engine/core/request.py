@@ -34,6 +34,7 @@ class Request:
     arrival numbers requests in the order in which they came. stop_ids: tokens that end the output, once
     first_stoppable tokens are there. block_hashes: identities of leading full blocks, made once and kept over
     preemption; num_published_blocks of them can be found by other requests. Deadlines are in the caller's clock.
+    embeds: ends with an embedding when its prompt is computed, without output tokens.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class Request:
     ngrams: NgramIndex | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     wants_prompt_logprobs: bool = False
+    embeds: bool = False
 
     @classmethod
     def from_message(
@@ -85,7 +87,10 @@ class Request:
             token_ids=list(message.prompt_token_ids),
             num_prompt_tokens=num_prompt_tokens,
             sampling=sampling,
-            max_total_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+            # An embedding has no output, so its prompt may be as long as the model takes.
+            max_total_tokens=num_prompt_tokens + 1
+            if message.embed
+            else min(num_prompt_tokens + sampling.max_tokens, max_model_len),
             stop_ids=frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))),
             salt=message.salt,
             priority=message.priority,
@@ -98,6 +103,7 @@ class Request:
             ttft_deadline=None if message.ttft_s is None else now + message.ttft_s,
             e2e_deadline=None if message.e2e_s is None else now + message.e2e_s,
             wants_prompt_logprobs=sampling.prompt_logprobs is not None,
+            embeds=message.embed,
         )
 
     @property

@@ -25,6 +25,18 @@ def problem_with(item: ScheduledRequest, result: StepResult | None) -> str | Non
     return None
 
 
+def embedding_of(request: Request, embedding: bytes, error: str | None) -> RequestOutput:
+    """The one output of a request for an embedding; `error`: its deadline was missed just now."""
+    return RequestOutput(
+        request_id=request.request_id,
+        finish_reason="deadline" if error is not None else "stop",
+        error=error,
+        error_kind="deadline" if error is not None else None,
+        embedding=embedding if error is None else b"",
+        num_cached_tokens=request.num_cached_tokens,
+    )
+
+
 def take_prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
     """The request's prompt logprobs, which are told once, with the first token; None if some are missing."""
     if len(request.prompt_logprobs) != request.num_prompt_tokens - 1:

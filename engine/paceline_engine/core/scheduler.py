@@ -30,7 +30,7 @@ from paceline_engine.core.kv_manager import KVManager, SequenceStore
 from paceline_engine.core.live import LiveRequests
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.request import Request, RequestStatus
-from paceline_engine.core.results import output_of, problem_with, take_prompt_logprobs
+from paceline_engine.core.results import embedding_of, output_of, problem_with, take_prompt_logprobs
 from paceline_engine.core.spec import SpeculationConfig, SpeculationPolicy
 from paceline_engine.core.speed import StepSpeed
 from paceline_engine.core.state import SchedulerState, kv_from_state, request_from_state, request_to_state
@@ -321,7 +321,8 @@ class Scheduler:
         start = request.num_computed_tokens
         end = start + num_tokens
         token_ids = request.token_ids[start:end]
-        sample = end == len(request.token_ids)
+        is_last = end == len(request.token_ids)
+        sample = is_last and not request.embeds
         num_drafts = num_wanted = 0
         if sample and (self.speculation.is_on or request.draft_token_ids):
             room = min(budget, self.config.prefill_chunk_tokens) - num_tokens
@@ -341,6 +342,7 @@ class Scheduler:
             sample=sample,
             num_draft_tokens=num_drafts,
             num_wanted_drafts=num_wanted,
+            embed=is_last and request.embeds,
         )
 
     def _more_steps(self, scheduled: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
@@ -379,6 +381,8 @@ class Scheduler:
             else:
                 request.num_computed_tokens += len(item.token_ids)
                 self.kv.publish(request)
+                if item.embed:
+                    outputs.append(self._deliver(request, result, now))
         self._measure(plan, results, seconds)
         return outputs
 
@@ -391,6 +395,15 @@ class Scheduler:
             self.speed.observe(num_tokens / num_steps, num_prefill_tokens / num_steps, seconds / num_steps)
             if self.speculation.is_on:
                 self.speculation.set_verification_cost(self.speed.verification_share(plan.num_decodes))
+
+    def _deliver(self, request: Request, result: StepResult | None, now: float) -> RequestOutput:
+        """End a request whose prompt is computed with its embedding."""
+        if result is None or not result.embedding:
+            return self._live.finish(request, "error", "the device returned no embedding for this request", "internal")
+        is_late = request.ttft_deadline is not None and now > request.ttft_deadline
+        self.num_deadline_misses += is_late
+        self._live.leave(request)
+        return embedding_of(request, result.embedding, missed_text(request, "ttft") if is_late else None)
 
     def _accept(self, request: Request, item: ScheduledRequest, result: StepResult | None, now: float) -> RequestOutput:
         problem = problem_with(item, result)

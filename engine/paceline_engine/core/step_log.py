@@ -22,6 +22,7 @@ from paceline_engine.messages import AddRequest
 # Of one segment: tokens in its plans and prompts, and ENTRY_WEIGHT for each request in a plan. About 8 MB.
 MAX_WEIGHT = 400_000
 ENTRY_WEIGHT = 16
+BYTES_A_WEIGHT = 20
 
 
 class Added(msgspec.Struct, frozen=True, tag="add"):
@@ -167,6 +168,7 @@ class StepLog:
         stored = self._store.take_answers() if self._store is not None else ()
         weight = ENTRY_WEIGHT * (1 + len(plan.scheduled)) + plan.num_tokens
         weight += sum(len(admitted.token_ids) for admitted in plan.admitted)
+        weight += sum(len(result.embedding) for result in results) // BYTES_A_WEIGHT
         self._note(Stepped(now, plan, stored, results, end, seconds), weight)
 
     def encoded(self) -> bytes:

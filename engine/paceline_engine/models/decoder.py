@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,19 @@ class Attention(Protocol):
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> like query."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Tokens whose hidden states behind the last norm are wanted: rows [n] of the batch, written to out [n, hidden]."""
+
+    rows: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, config: ModelConfig) -> HiddenRows:
+        """With a fresh `out` in float32."""
+        return cls(rows, torch.empty((rows.shape[0], config.hidden_size), dtype=torch.float32))
 
 
 class Decoder:
@@ -72,10 +86,11 @@ class Decoder:
         logits_rows: torch.Tensor,
         attention: Attention,
         deltas: Sequence[LayerDeltas] | None = None,
+        states: HiddenRows | None = None,
     ) -> torch.Tensor:
         """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens].
 
-        deltas: from `adapters.deltas`, in the batch's order.
+        deltas: from `adapters.deltas`, in the batch's order. states: hidden states that are wanted as well.
         """
         config, eps = self.config, self.config.rms_norm_eps
         hidden = F.embedding(token_ids, self._embedding)
@@ -91,6 +106,8 @@ class Decoder:
             hidden = hidden + _normed(attended, layer.attention_out_norm, eps)
             output = gated_mlp(rms_norm(hidden, layer.post_norm, eps), layer, config.hidden_act, updates)
             hidden = hidden + _normed(output, layer.mlp_out_norm, eps)
+        if states is not None:
+            states.out.copy_(rms_norm(hidden[states.rows], self._norm, eps))
         last = rms_norm(hidden[logits_rows], self._norm, eps)
         logits = F.linear(last, self._head).float()
         cap = config.logit_softcap

@@ -18,7 +18,7 @@ import torch
 
 from paceline_engine.backends.cpu_attention import CpuAttention
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.decoder import Decoder
+from paceline_engine.models.decoder import Decoder, HiddenRows
 from paceline_engine.models.loader import DESCRIPTION
 from paceline_engine.models.lora import AdapterTable, LayerDeltas
 from paceline_engine.models.rope import RotaryEmbedding
@@ -123,11 +123,12 @@ class NativeDecoder:
         logits_rows: torch.Tensor,
         attention: CpuAttention,
         deltas: Sequence[LayerDeltas] | None = None,
+        states: HiddenRows | None = None,
     ) -> torch.Tensor:
         """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens]."""
         if deltas is not None:
             adapted = self._whole._with_adapters().first_layers(self._num_layers)
-            return adapted.forward(token_ids, positions, logits_rows, attention, deltas)
+            return adapted.forward(token_ids, positions, logits_rows, attention, deltas, states)
         batch, kv = attention.batch, attention.kv
         # The kernels index with these unchecked.
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.config.vocab_size:
@@ -150,6 +151,9 @@ class NativeDecoder:
             num_blocks=kv.num_blocks,
             block_size=kv.block_size,
             half_kv=int(kv.tensor.dtype == torch.bfloat16),
+            states=states.rows.shape[0] if states is not None else 0,
+            state_rows=states.rows.data_ptr() if states is not None else None,
+            state_out=states.out.data_ptr() if states is not None else None,
         )
         if self._library.paceline_step(self._handle, ctypes.byref(arguments)) != 0:
             raise MemoryError(f"there is no memory for a step of {token_ids.shape[0]} tokens")

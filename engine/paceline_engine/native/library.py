@@ -87,6 +87,9 @@ class BatchStruct(ctypes.Structure):
         ("num_blocks", _i64),
         ("block_size", _i64),
         ("half_kv", _i64),
+        ("states", _i64),
+        ("state_rows", _address),
+        ("state_out", _address),
     )
 
 

@@ -32,7 +32,7 @@ class Prompt:
 
     number: of the prompt in its request; the choices of one prompt share it. echo: the prompt's text is part of the
     answer. prompt_only: nothing is generated, one token is thrown away. hidden: ids without text; None hides the
-    special tokens.
+    special tokens. embed: an embedding is wanted, and nothing is generated.
     """
 
     token_ids: list[int]
@@ -51,6 +51,7 @@ class Prompt:
     echo: str | None = None
     prompt_only: bool = False
     with_kinds: bool = False
+    embed: bool = False
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ async def generate(engine: Engine, index: int, prompt: Prompt) -> AsyncGenerator
     Raises ApiError if the request ends without a regular reason: the core failed, a deadline passed, or the engine was
     stopped.
     """
-    stream = _submit(engine, prompt)
+    stream = submit(engine, prompt)
     output = OutputText(
         engine.serving.tokenizer,
         prompt.stops,
@@ -150,7 +151,8 @@ async def generate(engine: Engine, index: int, prompt: Prompt) -> AsyncGenerator
         engine.metrics.on_finished(run.reason, engine.clock() - prompt.arrived, run.counts.output, decode_seconds)
 
 
-def _submit(engine: Engine, prompt: Prompt) -> RequestStream:
+def submit(engine: Engine, prompt: Prompt) -> RequestStream:
+    """Hand a prompt to the core. Raises ApiError if it takes none now. The caller closes the stream."""
     now = engine.clock()
     if any(at is not None and at <= now for at in (prompt.ttft_at, prompt.e2e_at)):
         engine.metrics.on_rejected("deadline")
@@ -165,6 +167,7 @@ def _submit(engine: Engine, prompt: Prompt) -> RequestStream:
         e2e_s=None if prompt.e2e_at is None else prompt.e2e_at - now,
         constraint=None if prompt.constraint is None else prompt.constraint.constraint,
         adapter=prompt.adapter,
+        embed=prompt.embed,
     )
     try:
         stream = engine.serving.core.submit(request)
@@ -190,7 +193,7 @@ def _advance(engine: Engine, run: _Run, index: int, arrivals: list[Arrival]) -> 
         if ended is None:
             continue
         run.reason = ended
-        _raise_unless_regular(engine, arrival.output, ended)
+        raise_unless_regular(engine, arrival.output, ended)
         text += "" if run.prompt.prompt_only else run.output.flush()
         run.text.append(text)
         run.reason = "stop" if run.output.stopped else ended
@@ -265,7 +268,7 @@ def _is_incomplete(run: _Run) -> bool | None:
     return False
 
 
-def _raise_unless_regular(engine: Engine, output: RequestOutput, reason: str) -> None:
+def raise_unless_regular(engine: Engine, output: RequestOutput, reason: str) -> None:
     """Raises the ApiError of an end that is neither "stop" nor "length"."""
     if reason in ("stop", "length"):
         return

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from paceline_engine.chat_template import ChatTemplate, TemplateRefused
 from paceline_engine.messages import SamplingParams
 from paceline_engine.models.source import ModelError
+from paceline_engine.server.caller import Caller
 from paceline_engine.server.chat_schemas import ChatRequest, NamedTool, TemplateFields, Tool
 from paceline_engine.server.constraints import Compiled, compile_source, make_source
 from paceline_engine.server.engine import Engine, Serving
@@ -30,15 +30,6 @@ from paceline_engine.tools.parsers import MARKERS
 DEFAULT_COMPLETION_TOKENS = 16
 # Tokenising this many characters takes about a millisecond.
 INLINE_CHARS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What the headers of a request say. deadline_ms: remaining when it arrived."""
-
-    salt: str = ""
-    priority: int | None = None
-    deadline_ms: int | None = None
 
 
 async def chat_prompts(engine: Engine, request: ChatRequest, caller: Caller) -> list[Prompt]:
@@ -201,7 +192,6 @@ def _prompt(
     **more: Any,
 ) -> Prompt:
     """What the choices of one prompt share; the router's headers win over the body."""
-    limits = [ms for ms in (request.deadline_ms, caller.deadline_ms) if ms is not None]
     ttft = request.ttft_deadline_ms
     return Prompt(
         token_ids=ids,
@@ -212,7 +202,7 @@ def _prompt(
         salt=caller.salt or request.cache_salt,
         priority=request.priority if caller.priority is None else caller.priority,
         ttft_at=None if ttft is None else arrived + ttft / 1000,
-        e2e_at=arrived + min(limits) / 1000 if limits else None,
+        e2e_at=caller.end_of(arrived, request.deadline_ms),
         constraint=compiled,
         with_kinds=request.return_token_kinds,
         adapter=None if request.model == engine.model_name else request.model,
@@ -222,15 +212,20 @@ def _prompt(
 
 async def encode(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     """Token ids of a text that may fit into the model's context. Raises ApiError (400)."""
+    check_length(serving, text, param)
+    if len(text) <= INLINE_CHARS:
+        return serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(serving.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def check_length(serving: Serving, text: str, param: str) -> None:
+    """Raises ApiError (400) for a text that can't fit into the model's context, whatever its tokens are."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         raise invalid(f"{param} is not valid Unicode: {error.reason}", param) from error
     if serving.tokenizer.is_byte_level and num_bytes > serving.ready.max_model_len * serving.tokenizer.longest_piece:
-        raise _too_long(serving, f"{param} has {num_bytes} bytes, which can't fit", param)
-    if len(text) <= INLINE_CHARS:
-        return serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(serving.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        raise too_long(serving, f"{param} has {num_bytes} bytes, which can't fit", param)
 
 
 def _room(serving: Serving, ids: list[int], param: str) -> int:
@@ -239,16 +234,17 @@ def _room(serving: Serving, ids: list[int], param: str) -> int:
         raise invalid(f"{param} is empty: there must be at least one token", param, "empty_prompt")
     room = serving.ready.max_model_len - len(ids)
     if room < 1:
-        raise _too_long(serving, f"{param} has {len(ids)} tokens, which leaves no room for output", param)
+        raise too_long(serving, f"{param} has {len(ids)} tokens, which leaves no room for output", param)
     return room
 
 
 def _limit(serving: Serving, ids: list[int], wanted: int, param: str) -> int:
     if wanted > _room(serving, ids, "prompt"):
-        raise _too_long(serving, f"the prompt has {len(ids)} tokens and {param} is {wanted}", param)
+        raise too_long(serving, f"the prompt has {len(ids)} tokens and {param} is {wanted}", param)
     return wanted
 
 
-def _too_long(serving: Serving, what: str, param: str) -> ApiError:
+def too_long(serving: Serving, what: str, param: str) -> ApiError:
+    """The error of a prompt that the model's context can't hold."""
     length = serving.ready.max_model_len
     return invalid(f"this model's context is {length} tokens: {what}: shorten it", param, "context_length_exceeded")

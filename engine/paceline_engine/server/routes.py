@@ -1,4 +1,4 @@
-"""The public HTTP app: chat and text completions, models, health; /tokenize and the like are in text_routes."""
+"""The public HTTP app: chat and text completions, models, health; other routes have modules of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from paceline_api.wire import HEADER_DEADLINE_MS, HEADER_PRIORITY, HEADER_SALT
 from paceline_engine.server.answers import DONE, Answer, Choice, error_event, event
+from paceline_engine.server.caller import caller_of
 from paceline_engine.server.chat_schemas import ChatRequest
+from paceline_engine.server.embeddings import add_embedding_route
 from paceline_engine.server.engine import Engine
-from paceline_engine.server.errors import ApiError, internal, invalid
+from paceline_engine.server.errors import ApiError, internal
 from paceline_engine.server.generation import Delta, Prompt, generate
 from paceline_engine.server.logprobs import CompletionLogprobs
 from paceline_engine.server.parsing import parsed
-from paceline_engine.server.prompts import Caller, chat_prompts, completion_prompts, offered_tools
-from paceline_engine.server.schemas import MAX_SALT_CHARS, CompletionRequest, GenerationRequest
+from paceline_engine.server.prompts import chat_prompts, completion_prompts, offered_tools
+from paceline_engine.server.schemas import CompletionRequest, GenerationRequest
 from paceline_engine.server.text_routes import add_text_routes
 from paceline_engine.server.transport import (
     ClientGone,
@@ -48,17 +49,18 @@ def build_http_app(engine: Engine, token: str | None) -> FastAPI:
     app.add_middleware(RequestIds)
     add_error_handlers(app)
     add_text_routes(app, engine)
+    add_embedding_route(app, engine)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await parsed(engine, request, ChatRequest)
-        prompts = await _checked(engine, request, chat_prompts(engine, body, _caller(request)))
+        prompts = await _checked(engine, request, chat_prompts(engine, body, caller_of(request)))
         return await _answer(engine, request, body, prompts)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await parsed(engine, request, CompletionRequest)
-        prompts = await _checked(engine, request, completion_prompts(engine, body, _caller(request)))
+        prompts = await _checked(engine, request, completion_prompts(engine, body, caller_of(request)))
         return await _answer(engine, request, body, prompts)
 
     @app.get("/v1/models")
@@ -107,27 +109,6 @@ def add_error_handlers(app: FastAPI) -> None:
 def _health(engine: Engine, problem: str | None) -> Response:
     body = {"status": "ok" if problem is None else "unavailable", "state": engine.state.value}
     return JSONResponse(body if problem is None else body | {"reason": problem}, 200 if problem is None else 503)
-
-
-def _caller(request: Request) -> Caller:
-    salt = request.headers.get(HEADER_SALT, "")
-    if len(salt) > MAX_SALT_CHARS:
-        raise invalid(f"header {HEADER_SALT} is longer than {MAX_SALT_CHARS} characters", HEADER_SALT)
-    return Caller(salt, _integer(request, HEADER_PRIORITY, 2**31), _integer(request, HEADER_DEADLINE_MS, 2**53))
-
-
-def _integer(request: Request, name: str, bound: int) -> int | None:
-    """A header with a whole number in (-bound, bound), or None without it."""
-    text = request.headers.get(name)
-    if text is None:
-        return None
-    try:
-        value = int(text) if len(text) < 20 else bound
-    except ValueError:
-        value = bound
-    if not -bound < value < bound:
-        raise invalid(f"header {name}: {text[:40]!r} is not a whole number", name)
-    return value
 
 
 async def _checked(engine: Engine, request: Request, work: object) -> list[Prompt]:

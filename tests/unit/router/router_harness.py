@@ -166,7 +166,7 @@ class FakeEngine:
     """An upstream whose behaviour is set by the test. It serves over a real socket.
 
     mode: stream, held (streams one word, then waits for `release`), endless, whole, dies, truncated, busy, error,
-    refused, encoded, silent (no headers until `release`).
+    refused, encoded, embedding, silent (no headers until `release`).
     """
 
     mode: str = "stream"
@@ -297,6 +297,11 @@ class FakeEngine:
         usage = {"prompt_tokens": 1, "completion_tokens": len(self.words), "total_tokens": 1 + len(self.words)}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         await self._json(send, 200, {"id": "x", "object": "chat.completion", "choices": choices, "usage": usage})
+
+    async def _embedding(self, send: Any) -> None:
+        data = [{"object": "embedding", "index": 0, "embedding": base64.b64encode(b"\0\0\x80?" * 2).decode()}]
+        usage = {"prompt_tokens": 3, "total_tokens": 3}
+        await self._json(send, 200, {"object": "list", "model": "chat", "data": data, "usage": usage})
 
     async def _encoded(self, send: Any) -> None:
         await self._start(send, 200, b"application/json", (b"content-encoding", b"gzip"))

@@ -64,6 +64,24 @@ def test_the_openai_client_streams_and_asks_whole(router: RunningRouter, engine:
             client.chat.completions.create(model="other", messages=messages)
 
 
+def test_the_openai_client_asks_for_embeddings(router: RunningRouter, engine: FakeEngine):
+    engine.mode = "embedding"
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="sk-alice", max_retries=0) as client:
+        answer = client.embeddings.create(model="chat", input=["hi", "there"], dimensions=2)
+        assert answer.data[0].embedding == [1.0, 1.0]
+        assert answer.usage.total_tokens == 3
+        seen = engine.seen[-1]
+        assert seen.path == "/v1/embeddings"
+        assert json.loads(seen.body) == {
+            "model": "chat", "input": ["hi", "there"], "dimensions": 2, "encoding_format": "base64",
+        }  # fmt: skip
+        assert len(seen.headers["x-paceline-salt"]) == 64
+        with pytest.raises(openai.NotFoundError, match="there is: chat"):
+            client.embeddings.create(model="other", input="hi")
+    labels = {"tenant": "alice", "model_name": "chat", "code": "200"}
+    assert router.metric("paceline_router_requests_total", **labels) >= 1
+
+
 def test_on_this_machine_the_openai_client_needs_no_real_key_until_a_tenant_has_one(
     cluster: Cluster, engine: FakeEngine, start_router: StartRouter
 ):

@@ -63,11 +63,9 @@ void Decoder::step(const Batch& batch) {
   plan_attention();
   add_rows({EMBED}, batch.tokens, 16);
   for (int64_t layer = 0; layer < batch.layers; ++layer) plan_layer(layer);
+  if (batch.states > 0) add_gather(batch.state_rows, batch.states, batch.state_out, model_.hidden);
   if (batch.logits_rows > 0) {
-    const float* hidden = aligned(hidden_);
-    Stage gather{GATHER};
-    gather.x = hidden;
-    add_rows(gather, batch.logits_rows, 8);
+    add_gather(batch.logits, batch.logits_rows, aligned(normed_), hidden_stride_);
     add_gemm(aligned(normed_), hidden_stride_, model_.hidden, model_.head, model_.vocab, nullptr, batch.out,
              model_.vocab, batch.logits_rows, STORE, model_.head_format);
   }
@@ -79,6 +77,15 @@ void Decoder::add_rows(Stage stage, int64_t rows, int64_t rows_per_chunk) {
   stage.rows_per_chunk = rows_per_chunk;
   stages_.push_back(stage);
   chunks_.push_back(static_cast<int>(ceil_div(rows, rows_per_chunk)));
+}
+
+void Decoder::add_gather(const int64_t* row_of, int64_t rows, float* to, int64_t stride) {
+  Stage stage{GATHER};
+  stage.x = aligned(hidden_);
+  stage.row_of = row_of;
+  stage.to = to;
+  stage.stride = stride;
+  add_rows(stage, rows, 8);
 }
 
 void Decoder::add_norm(const float* x, const float* weight, int64_t rows) {
@@ -239,8 +246,8 @@ void Decoder::run(int index, int chunk, int thread) {
     case ATTEND: return kernels_.attention(attention_of(stage.layer), tasks_[chunk], aligned(scratch_[thread]));
     case GATHER:
       for (int64_t row = begin; row < end; ++row)
-        kernels_.rms_norm(stage.x + batch_.logits[row] * hidden_stride_, hidden_stride_, model_.norm, model_.hidden,
-                          epsilon, normed + row * hidden_stride_, 1);
+        kernels_.rms_norm(stage.x + stage.row_of[row] * hidden_stride_, hidden_stride_, model_.norm, model_.hidden,
+                          epsilon, stage.to + row * stage.stride, 1);
   }
 }
 

@@ -52,6 +52,9 @@ struct Batch {
   float* out;             // [logits_rows, vocab]
   uint8_t* kv;            // [layers, 2, blocks, block_size, kv_heads, head_dim]
   int64_t num_blocks, block_size, half_kv;
+  int64_t states;             // tokens whose hidden states behind the last norm are wanted
+  const int64_t* state_rows;  // [states]
+  float* state_out;           // [states, hidden]
 };
 
 class Decoder : public Work {
@@ -68,12 +71,15 @@ class Decoder : public Work {
     const float* weight = nullptr;  // NORM
     const float* x = nullptr;       // NORM, QUANTISE
     int64_t size = 0, stride = 0, rows = 0;
+    const int64_t* row_of = nullptr;  // GATHER: which rows of x
+    float* to = nullptr;              // GATHER
     Gemm gemm{};
   };
 
   void plan_layer(int64_t layer);
   void plan_attention();
   void add_rows(Stage stage, int64_t rows, int64_t rows_per_chunk);
+  void add_gather(const int64_t* row_of, int64_t rows, float* to, int64_t stride);
   void add_norm(const float* x, const float* weight, int64_t rows);
   void add_gemm(const float* x, int64_t x_stride, int64_t inner, const uint8_t* weights, int64_t columns,
                 const float* bias, float* y, int64_t y_stride, int64_t rows, Epilogue epilogue, int64_t format);

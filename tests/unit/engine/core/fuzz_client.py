@@ -46,6 +46,8 @@ class Client:
         else:
             assert not output.prompt_logprobs
         self.delivered.setdefault(name, []).extend(output.new_token_ids)
+        embeds = self.started[name].embed and output.finish_reason == "stop"
+        assert output.embedding == (name.encode() if embeds else b"")
         assert output.num_cached_tokens < max(1, len(self.started[name].prompt_token_ids))
         if output.finish_reason is not None:
             if output.error_kind == "internal":
@@ -54,6 +56,9 @@ class Client:
             self._check_end(name, output.finish_reason)
 
     def _check_end(self, name: str, reason: str) -> None:
+        if self.started[name].embed:
+            assert not self.delivered[name], "tokens of a request for an embedding"
+            return
         sampling, tokens = self.started[name].sampling, self.delivered[name]
         assert tokens == text_of(self.started[name], len(tokens)), "other tokens than alone"
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
@@ -68,12 +73,13 @@ class Client:
         rng, name = self.rng, str(len(self.started))
         trunk = (1, 2, 3, 1, 2, 3, 4, 5, 1, 2, 3, 4) * 4
         prompt = trunk[: rng.choice((0, 4, 9, 16, 30))] + tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 12)))
+        embed = rng.random() < 0.15
         sampling = SamplingParams(
-            max_tokens=rng.randint(0, 30),
+            max_tokens=1 if embed else rng.randint(0, 30),
             ignore_eos=rng.random() < 0.5,
             min_tokens=rng.choice((0, 0, 3)),
             stop_token_ids=rng.choice(((), (5,))),
-            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            prompt_logprobs=0 if rng.random() < 0.1 and not embed else None,
         )
         message = AddRequest(
             request_id=name,
@@ -85,6 +91,7 @@ class Client:
             ttft_s=rng.choice((None, None, None, 0.0, 3.0, 20.0)),
             e2e_s=rng.choice((None, None, None, 5.0, 30.0)),
             traffic_class=rng.choice(("", "chat")),
+            embed=embed,
         )
         self.started[name] = message
         self.device.announce(message)

@@ -145,6 +145,10 @@ class Device:
             return StepResult(name, error="not finite")
         last = self._prompt_logprobs.get(name, 0) - 1
         prompt = tuple(TokenLogprobs(position + 1, -1.0, 1) for position in range(item.start, min(item.end, last)))
+        assert not (item.embed and item.sample)
+        if item.embed:
+            assert item.end == len(self._tokens[name]), "an embedding of a part of the prompt"
+            return StepResult(name, embedding=name.encode())
         if not item.sample:
             return StepResult(name, prompt_logprobs=prompt) if prompt else None
         following = contents[len(contents) - 1 - item.num_draft_tokens :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ import torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # Test folders are no packages.
 
-from oracle import greedy  # noqa: E402
+from oracle import embedding, greedy  # noqa: E402
 
 from paceline_engine.backends.cpu_attention import PagedKV  # noqa: E402
 from paceline_engine.core.block_pool import BlockPool  # noqa: E402
@@ -55,6 +54,10 @@ class Checkpoint:
         """Greedy continuation by transformers, with its own cache."""
         return greedy(self.reference, prompt, count)
 
+    def reference_embedding(self, prompt: Sequence[int]) -> torch.Tensor:
+        """transformers' last hidden state, behind the final norm, as a unit vector."""
+        return embedding(self.reference, prompt)
+
 
 @dataclass
 class Loop:
@@ -74,15 +77,20 @@ class Loop:
         prompt: Sequence[int],
         max_tokens: int,
         constraint: Constraint | None = None,
+        embed: bool = False,
         **sampling: Any,
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
         message = AddRequest(
-            request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params, constraint=constraint
+            request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params, constraint=constraint, embed=embed
         )
         refused = self.scheduler.add(message)
         if refused is not None:
             self._record(refused)
+
+    def embedding(self, request_id: str) -> torch.Tensor:
+        """What a finished request for an embedding came to."""
+        return torch.frombuffer(bytearray(self.finished[request_id].embedding), dtype=torch.float32)
 
     def _record(self, output: RequestOutput) -> None:
         assert output.request_id not in self.finished, "an output after the terminal one"

@@ -28,11 +28,12 @@ PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch", "transformers
 
 @dataclass(frozen=True)
 class Answers:
-    """The model's configuration, a digest of each of its tensors in float32, and greedy continuations of prompts."""
+    """The model's configuration, a digest of each tensor in float32, continuations and embeddings of the prompts."""
 
     config: dict[str, Any]
     digests: dict[str, str]
     tokens: list[list[int]]
+    embeddings: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def ask_transformers(question: Question) -> Answers:
         config=json.loads(model.config.to_json_string(use_diff=False)),
         digests={name: digest(tensor) for name, tensor in model.state_dict().items()},
         tokens=[greedy(model, prompt, question.count) for prompt in question.prompts],
+        embeddings=[embedding(model, prompt).tolist() for prompt in question.prompts],
     )
 
 
@@ -94,6 +96,13 @@ def digest(tensor: torch.Tensor) -> str:
     """Of the shape and every bit of a tensor in float32."""
     values = tensor.float().contiguous()
     return hashlib.sha256(str(tuple(values.shape)).encode() + values.numpy().tobytes()).hexdigest()
+
+
+def embedding(model: Any, prompt: Sequence[int]) -> torch.Tensor:
+    """transformers' last hidden state, behind the final norm, as a unit vector."""
+    with torch.inference_mode():
+        hidden = model.get_decoder()(input_ids=torch.tensor([list(prompt)])).last_hidden_state[0, -1]
+    return torch.nn.functional.normalize(hidden.float(), dim=0)
 
 
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:

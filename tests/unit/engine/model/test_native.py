@@ -94,8 +94,8 @@ def logits_of(loop, prompts):
     rows: dict[int, list[torch.Tensor]] = {i: [] for i in range(len(prompts))}
     forward = loop.runner._decoder.forward
 
-    def recording(token_ids, positions, logits_rows, attention, deltas=None):
-        logits = forward(token_ids, positions, logits_rows, attention, deltas)
+    def recording(token_ids, positions, logits_rows, attention, *more):
+        logits = forward(token_ids, positions, logits_rows, attention, *more)
         for item, row in zip(attention.batch.samplers, logits, strict=True):
             rows[int(item.request_id)].append(row.clone())
         return logits

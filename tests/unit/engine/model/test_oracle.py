@@ -25,13 +25,13 @@ class Counted:
 
     def __call__(self, question: Question) -> Answers:
         self.count += 1
-        return Answers({"made": self.count}, {"w": "d"}, [[self.count]])
+        return Answers({"made": self.count}, {"w": "d"}, [[self.count]], [[0.5]])
 
 
 def test_what_was_answered_once_is_not_asked_again(question, tmp_path):
     compute = Counted()
     first = answers(question, tmp_path / "records", compute)
-    assert answers(question, tmp_path / "records", compute) == first == Answers({"made": 1}, {"w": "d"}, [[1]])
+    assert answers(question, tmp_path / "records", compute) == first == Answers({"made": 1}, {"w": "d"}, [[1]], [[0.5]])
     assert compute.count == 1
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 from oracle import FOLDER, Answers, Question, answers, digest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -15,8 +17,11 @@ from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.grammar import Grammars, import_xgrammar
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import Constraint
-from paceline_engine.models.loader import load_model_dir, prepare_model
+from paceline_engine.models.loader import default_cache_dir, load_model_dir, prepare_model
 from paceline_engine.models.source import resolve
+from paceline_engine.native.build import ensure_library
+from paceline_engine.native.decoder import NativeDecoder
+from paceline_engine.native.library import load_library
 from paceline_engine.structured.vocabulary import tokenizer_info
 from paceline_kvstore.tiers.memory import MemoryTier
 
@@ -130,6 +135,28 @@ def test_greedy_equals_transformers_among_32_concurrent_requests(smollm2, new_lo
         loop.add(f"sampled {i}", prompts[i] + prompts[0], MAX_TOKENS, ignore_eos=True, temperature=1.0, seed=i)
     tokens = loop.run()
     assert {name: tokens[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_embeddings_equal_transformers_among_chats_cold_chunked_and_cached(
+    smollm2, new_loop, prompts, expected, theirs, kernels
+):
+    make = None
+    if kernels == "native":
+        library = load_library(ensure_library(default_cache_dir()))
+        make = partial(NativeDecoder, library, weight_format="float32", threads=2)
+    loop = smollm2_loop(smollm2, new_loop, prefill_chunk_tokens=32, cached=True, make_decoder=make)
+    names = ["0", "5", "10", "17", "19"]
+    wanted = {name: torch.tensor(theirs.embeddings[int(name)]) for name in names}
+    for when in ("cold", "warm"):
+        for name in names:
+            loop.add(f"{when} {name}", prompts[int(name)], 1, embed=True)
+            loop.add(f"{when} chat {name}", prompts[int(name)], MAX_TOKENS, ignore_eos=True)
+        tokens = loop.run()
+        for name in names:
+            torch.testing.assert_close(loop.embedding(f"{when} {name}"), wanted[name], atol=5e-5, rtol=0.0)
+            assert tokens[f"{when} chat {name}"] == expected[name]
+    assert loop.finished["warm 10"].num_cached_tokens > 100
 
 
 def test_preemption_with_offload_changes_nothing(smollm2, new_loop, prompts, expected):

@@ -410,10 +410,10 @@ def test_tokenize_and_detokenize_are_inverse(says: Says) -> None:
     assert server.call("/tokenize", {"model": "other", "prompt": "a"}).status_code == 404
 
 
-def test_embeddings_are_refused_by_name(says: Says) -> None:
-    error = says("x").call("/v1/embeddings", {"model": "m", "input": "a"}).json()["error"]
+def test_other_endpoints_are_refused_by_name(says: Says) -> None:
+    error = says("x").call("/v1/responses", {"model": "m", "input": "a"}).json()["error"]
     assert error["code"] == "unsupported_endpoint"
-    assert "/v1/embeddings" in error["message"]
+    assert "/v1/responses" in error["message"]
 
 
 def test_the_admin_port_passes_commands_to_the_core(says: Says) -> None:
