@@ -240,11 +240,11 @@ def test_a_running_object_can_be_changed_through_the_local_api(up, tmp_path: Pat
     server = config["clusters"][0]["cluster"]["server"]  # carries the token
     headers = {"content-type": "application/merge-patch+json"}
     path = f"{server}/apis/paceline.dev/v1alpha1/namespaces/default/inferenceservices/smollm2"
-    assert httpx.get(path).json()["status"]["url"] == ready["url"]
-    answer = httpx.patch(path, headers=headers, json={"spec": {"replicas": 2}})
+    assert httpx.get(path, timeout=START_S).json()["status"]["url"] == ready["url"]
+    answer = httpx.patch(path, headers=headers, timeout=START_S, json={"spec": {"replicas": 2}})
     assert answer.status_code == 200, answer.text
     instance.wait_for(lambda event: event["event"] == "pod" and event["ready"] and "engine" in event["name"])
-    refused = httpx.patch(path, headers=headers, json={"spec": {"replicass": 2}})
+    refused = httpx.patch(path, headers=headers, timeout=START_S, json={"spec": {"replicass": 2}})
     assert (refused.status_code, "did you mean replicas" in refused.text) == (422, True)
     instance.signal(signal.SIGINT)
     assert instance.wait_end() == 0
