@@ -8,6 +8,7 @@ per-test timeout applies. Imports nothing of the product.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -91,26 +92,31 @@ def is_built() -> bool:
 def build() -> Path:
     """Build the multi-call binary unless this very version is there; return the folder with one name per program.
 
-    A build goes to a temporary name and is renamed when complete, so that a build cut short, or two at once,
-    never leave half a binary under the final name.
+    One process builds and others wait for it. A build goes to a temporary name and is renamed when complete, so that
+    one cut short never leaves half a binary under the final name.
     """
     folder = BUILD_ROOT / build_key()
     if is_built():
         return folder
-    staging = BUILD_ROOT / f"{folder.name}.{os.getpid()}"
-    staging.mkdir(parents=True, exist_ok=True)
+    BUILD_ROOT.mkdir(parents=True, exist_ok=True)
+    with (BUILD_ROOT / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_built():
+            _build_into(folder)
+    return folder
+
+
+def _build_into(folder: Path) -> None:
+    staging = folder.with_suffix(".tmp")  # Only the lock's holder is here, so what is left there is a dead one's.
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
     try:
         _go_build(staging / "cluster")
         for name in FROM_GO:
             (staging / name).symlink_to("cluster")
-        try:
-            staging.rename(folder)
-        except OSError:
-            if not is_built():
-                raise
+        staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return folder
 
 
 def _go_build(output: Path) -> None:

@@ -179,15 +179,24 @@ def kubectl(control_plane: ControlPlane) -> Kubectl:
 
 
 @pytest.fixture
-def namespace(kubectl: Kubectl) -> Iterator[str]:
+def namespace(control_plane: ControlPlane) -> Iterator[str]:
     """A fresh namespace with its default ServiceAccount; deleted after the test, without waiting."""
+    from kubernetes import client, config
+
     name = f"test-{uuid.uuid4().hex[:10]}"
-    kubectl("create", "namespace", name)
-    wanted = ["serviceaccount/default", "configmap/kube-root-ca.crt"]
-    get = ["--namespace", name, "get", *wanted, "--ignore-not-found", "-o", "name"]
-    wait_until(f"{name} has its ServiceAccount", lambda: len(kubectl(*get).split()) == len(wanted), timeout=20)
-    yield name
-    kubectl("delete", "namespace", name, "--wait=false")
+    # Not kubectl: a process for each call would take longer than many a test.
+    with config.new_client_from_config(str(control_plane.kubeconfig)) as connection:
+        core = client.CoreV1Api(connection)
+        core.create_namespace({"metadata": {"name": name}})
+
+        def complete() -> bool:
+            accounts = core.list_namespaced_service_account(name, field_selector="metadata.name=default").items
+            maps = core.list_namespaced_config_map(name, field_selector="metadata.name=kube-root-ca.crt").items
+            return bool(accounts and maps)
+
+        wait_until(f"{name} has its ServiceAccount", complete)
+        yield name
+        core.delete_namespace(name)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 from control_plane import wait_until
 
 RESTRICTED = {
@@ -112,11 +113,14 @@ def network_namespace_of(pid: int) -> str:
 
 
 def network_namespaces() -> set[str]:
-    """Identities of the network namespaces that any process is in or holds open."""
+    """Identities of the network namespaces that a process of this test run is in or holds open.
+
+    Of this run alone: the kernel gives the identity of a namespace that is gone to the next one that anybody makes.
+    """
     found = set()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
+    mine = psutil.Process()
+    for process in (mine, *mine.children(recursive=True)):
+        folder = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError):
             for link in (folder / "ns" / "net", *(folder / "fd").iterdir()):
                 with contextlib.suppress(OSError):

@@ -81,7 +81,7 @@ def test_killing_the_node_ends_its_containers_and_a_new_agent_runs_them_again(no
     uid = first["metadata"]["uid"]
     assert processes_naming(uid)
     node.stop()
-    wait_until("the containers ended with their node", lambda: not processes_naming(uid), timeout=5)
+    wait_until("the containers ended with their node", lambda: not processes_naming(uid))
     node_agent.start(node.plane)
     # A new sandbox has a new address, so an old one in the EndpointSlice would show.
     wait_until(
@@ -162,12 +162,11 @@ def test_pre_stop_runs_inside_the_container_and_before_sigterm(node, kubectl, na
         volumeMounts=[{"name": "hook", "mountPath": "/run/hook"}],
     )
     volumes = [{"name": "hook", "emptyDir": {}}]
-    apply(kubectl, namespace, pod("stop", main, volumes=volumes, terminationGracePeriodSeconds=20))
+    apply(kubectl, namespace, pod("stop", main, volumes=volumes, terminationGracePeriodSeconds=600))
     wait_log(node, namespace, "stop", "started")
-    began = time.monotonic()
+    # Its end at SIGTERM, not at the end of its grace period, is what this waits for.
     kubectl("--namespace", namespace, "delete", "pod", "stop", "--timeout=60s")
     assert "term after ['saw-main-process']" in node.log(namespace, "stop", "main")
-    assert time.monotonic() - began < 15, "the Pod ended at SIGTERM, not at the end of its grace period"
 
 
 def test_a_process_that_ignores_sigterm_is_killed_at_the_end_of_its_grace(node, kubectl, namespace):

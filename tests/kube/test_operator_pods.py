@@ -154,12 +154,15 @@ def test_an_engine_that_cannot_start_says_why_in_the_condition_and_one_event(ope
     found = cluster.get(INFERENCE_SERVICE, "chat")
     assert condition(found, "ModelReady")["status"] == "False"
     assert condition(found, "Reconciling")["status"] == "True"
-    warnings = [
-        item
-        for item in cluster.client.list(EVENT, cluster.namespace).items
-        if item["type"] == "Warning" and item["involvedObject"]["kind"] == "InferenceService"
-    ]
-    assert [event["reason"] for event in warnings].count("EnginesFailing") == 1
+
+    def warnings() -> list[str]:
+        events = cluster.client.list(EVENT, cluster.namespace).items
+        about = [e for e in events if e["type"] == "Warning" and e["involvedObject"]["kind"] == "InferenceService"]
+        return [event["reason"] for event in about]
+
+    # The event is written after the status that the test has waited for.
+    wait_until("the event is there", lambda: "EnginesFailing" in warnings())
+    assert warnings().count("EnginesFailing") == 1
 
 
 @pytest.mark.timeout(240)
