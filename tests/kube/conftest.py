@@ -1,8 +1,9 @@
 """Fixtures of the tests on a real control plane: `control_plane`, `node`, `namespace`, `kubectl`, `api`.
 
-One control plane and one node a session, one namespace a test. The tests and everything they start run in a network
-namespace of their own, entered for each test and left after it. Where the control plane cannot run, tests are skipped
-with the reason, or fail if CI=true: a green run in CI must mean that they ran.
+One control plane and one node a session (each worker of xdist has its own), one namespace a test. The tests and
+everything they start run in a network namespace of their own, entered for each test and left after it. Where the
+control plane cannot run, tests are skipped with the reason, or fail if CI=true: a green run in CI must mean that they
+ran.
 """
 
 from __future__ import annotations
