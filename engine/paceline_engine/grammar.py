@@ -4,7 +4,8 @@ xgrammar (Dong et al., arXiv 2411.15100) matches; grammars arrive compiled, by `
 constrained request, so that an engine without constraints never imports it. The core process only.
 
 A request may end only where its grammar may: at the model's end-of-sequence tokens and the request's own stop tokens
-alike. Time spent on masks and on state is counted apart.
+alike. Time spent on masks and on state is counted apart. All requests wait for each one's grammar, and the work of an
+ambiguous one may double with every token: a grammar over its time is not followed any further.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 64 * 1024 * 1024
 MAX_GRAMMARS = 256
+# Of this thread's time: what a request's grammar may take, and how much more with each token. Found out after a call,
+# but the work of one call is at most a few times that of the call before.
+MAX_SECONDS = 0.5
+MAX_SECONDS_PER_TOKEN = 0.01
+# Where text is forced, what may come next are beginnings of one string.
+MAX_BEGINNINGS = 64
 # An expanded mask has a byte for each token of the vocabulary.
 MAX_MASK_BYTES = 16 * 1024 * 1024
 
@@ -95,6 +102,7 @@ class Grammars:
         self._max_grammars = max_grammars
         self._max_masks = max(1, MAX_MASK_BYTES // vocab_size)
         self._vocabulary: xgrammar.TokenizerInfo | None = None
+        self._pieces: list[bytes] = []
         self._grammars: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
         self._masks: OrderedDict[bytes, BoolArray] = OrderedDict()
@@ -129,6 +137,7 @@ class Grammars:
         package = import_xgrammar()
         if self._vocabulary is None:
             self._vocabulary = self._load_vocabulary()
+            self._pieces = self._vocabulary.decoded_vocab
         compiled = package.CompiledGrammar.deserialize_json(constraint.grammar.decode("utf-8"), self._vocabulary)
         self.stats.loaded += 1
         self._grammars[constraint.key] = compiled
@@ -139,6 +148,12 @@ class Grammars:
             _, forgotten = self._grammars.popitem(last=False)
             self._num_bytes -= forgotten.memory_size_bytes
         return compiled
+
+    def longest(self, token_ids: Sequence[int]) -> int | None:
+        """The token that all the others are beginnings of; None if there is none."""
+        pieces = {token_id: self._pieces[token_id] for token_id in token_ids}
+        longest = max(token_ids, key=lambda token_id: len(pieces[token_id]))
+        return longest if all(pieces[longest].startswith(piece) for piece in pieces.values()) else None
 
     def blocked(self, mask: npt.NDArray[np.int32]) -> BoolArray:
         """[vocab] which tokens a bit mask leaves out. States with equal masks share one, across requests and steps."""
@@ -164,7 +179,10 @@ class GrammarState:
         self._grammars = grammars
         self._matcher = matcher
         self._stop_token_ids = stop_token_ids
+        self.error: RowError | None = None
+        self._seconds_left = MAX_SECONDS
         self._num_after_end = 0
+        self._is_filled = False
         self._mask: npt.NDArray[np.int32] = np.zeros((1, -(-grammars.vocab_size // 32)), dtype=np.int32)
         self._stop_bits = np.zeros_like(self._mask)
         for token_id in stop_token_ids:
@@ -172,12 +190,19 @@ class GrammarState:
 
     def push(self, token_id: int) -> bool:
         """Move over a token; False, and no move, if it isn't allowed."""
-        begin = time.perf_counter()
-        moved = self._push(token_id)
+        begin, spent = time.perf_counter(), time.thread_time()
+        moved = self.error is None and self._push(token_id)
+        self._spend(spent, MAX_SECONDS_PER_TOKEN)
         self._grammars.stats.state_update_seconds += time.perf_counter() - begin
         return moved
 
+    def _spend(self, begin: float, earned: float = 0.0) -> None:
+        self._seconds_left += earned - (time.thread_time() - begin)
+        if self._seconds_left < 0:
+            self.error = RowError("the request's grammar takes too long to follow: make it simpler", "invalid")
+
     def _push(self, token_id: int) -> bool:
+        self._is_filled = False
         if token_id in self._stop_token_ids:
             # Where the grammar may end these end it, though one of them may be a word of the grammar too.
             allowed = self._num_after_end > 0 or self._matcher.is_completed()
@@ -192,6 +217,7 @@ class GrammarState:
         self._grammars.stats.state_update_seconds += time.perf_counter() - begin
 
     def _pop(self, count: int) -> None:
+        self._is_filled = self._is_filled and count == 0
         after_end = min(count, self._num_after_end)
         self._num_after_end -= after_end
         if count > after_end:
@@ -199,12 +225,18 @@ class GrammarState:
 
     def restrict(self, values: Float32Array) -> None:
         """Set logits [vocab] of tokens that may not come next to -inf."""
-        begin = time.perf_counter()
+        if self.error is not None:
+            return
+        begin, spent = time.perf_counter(), time.thread_time()
         np.copyto(values, -np.inf, where=self._grammars.blocked(self._fill()))
+        self._spend(spent)
         self._grammars.stats.mask_build_seconds += time.perf_counter() - begin
 
     def _fill(self) -> npt.NDArray[np.int32]:
         mask = self._mask
+        if self._is_filled:
+            return mask
+        self._is_filled = True
         if self._num_after_end > 0:
             mask[:] = self._stop_bits
             return mask
@@ -218,24 +250,33 @@ class GrammarState:
     def forced_tokens(self, limit: int) -> list[int]:
         """Up to `limit` tokens that spell what must come next; the model may spell it in other tokens.
 
-        Where the grammar then must end, an ending token is the last of them.
+        Where the grammar then must end, an ending token is the last of them. Not xgrammar's jump-forward string, which
+        has no bound: `root ::= "a" root` forces text without end.
         """
-        begin = time.perf_counter()
-        forced = self._forced(limit) if self._num_after_end == 0 else []
+        begin, spent = time.perf_counter(), time.thread_time()
+        forced: list[int] = []
+        while self.error is None and len(forced) < limit and self._num_after_end == 0:
+            token_id = self._forced_token()
+            if token_id is None or not self._push(token_id):
+                break
+            forced.append(token_id)
+        self._pop(len(forced))
+        self._spend(spent)
         self._grammars.stats.state_update_seconds += time.perf_counter() - begin
         return forced
 
-    def _forced(self, limit: int) -> list[int]:
-        forced: list[int] = []
-        for token_id in self._matcher.find_jump_forward_tokens()[:limit]:
-            if not self._push(token_id):
-                break
-            forced.append(token_id)
-        num_pushed = len(forced)
-        if num_pushed < limit and self._stop_token_ids and self._must_end():
-            forced.append(self._stop_token_ids[0])
-        self._pop(num_pushed)
-        return forced
-
-    def _must_end(self) -> bool:
-        return self._matcher.is_completed() and np.array_equal(self._fill(), self._stop_bits)
+    def _forced_token(self) -> int | None:
+        """The longest token that must come next, as far as the allowed ones tell."""
+        mask = self._fill()[0]
+        words = np.flatnonzero(mask)
+        if not 0 < len(words) <= MAX_BEGINNINGS:
+            return None
+        bits = np.unpackbits(mask[words].view(np.uint8).reshape(len(words), -1), axis=1, bitorder="little")
+        rows, columns = np.nonzero(bits)
+        allowed: list[int] = (words[rows] * 32 + columns).tolist()
+        if len(allowed) > MAX_BEGINNINGS:
+            return None
+        ending = set(self._stop_token_ids).intersection(allowed)
+        if ending:
+            return self._stop_token_ids[0] if len(ending) == len(allowed) else None
+        return self._grammars.longest(allowed)

@@ -97,8 +97,12 @@ class ModelRunner:
 
     def _errors(self, plan: StepPlan) -> list[StepResult]:
         """Requests that can't run say so with their first share; those that sample have a result anyway."""
-        rows = ((item, self._rows[item.request_id]) for item in plan.scheduled if not item.sample)
-        return [StepResult(item.request_id, error=row.error) for item, row in rows if row.error is not None]
+        errors = ((item, self._rows[item.request_id].error) for item in plan.scheduled if not item.sample)
+        return [
+            StepResult(item.request_id, error=str(error), error_kind=error.kind)
+            for item, error in errors
+            if error is not None
+        ]
 
     def _draft(self, drafter: Drafter, plan: StepPlan, results: Sequence[StepResult]) -> list[StepResult]:
         """Results with the drafter's guesses, where some were wanted and the grammar forces none."""
@@ -132,12 +136,12 @@ class ModelRunner:
         config = self._decoder.config
         try:
             if admitted.adapter is not None and admitted.adapter not in self._decoder.adapters:
-                raise RowError(f"the adapter {admitted.adapter!r} isn't loaded")
+                raise RowError(f"the adapter {admitted.adapter!r} isn't loaded", "invalid")
             return Row(admitted, config.vocab_size, config.eos_token_ids, self._matcher(admitted))
         except RowError as error:
             plain = SamplingParams(max_tokens=admitted.sampling.max_tokens)
             row = Row(replace(admitted, sampling=plain), config.vocab_size, config.eos_token_ids)
-            row.error = str(error)
+            row.refusal = error
             return row
 
     def _matcher(self, admitted: AdmittedRequest) -> Matcher | None:
@@ -178,7 +182,8 @@ def _advance(row: Row, result: StepResult) -> StepResult:
     """Move the row over its new tokens; the result with what its grammar forces next, as guesses."""
     for token_id in result.token_ids:
         if not row.push(token_id):
-            return replace(result, token_ids=(), error="the drawn token isn't one that the request's grammar allows")
+            error = row.error or RowError("the drawn token isn't one that the request's grammar allows")
+            return replace(result, token_ids=(), error=str(error), error_kind=error.kind)
     if row.matcher is None or row.has_ended or not result.token_ids:
         return result
     forced = row.matcher.forced_tokens(MAX_DRAFT_TOKENS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline_engine.messages import Constraint, SamplingParams, TokenLogprobs
+from paceline_engine.messages import Constraint, ErrorKind, SamplingParams, TokenLogprobs
 
 # Structs, not dataclasses: one of each is made for every running request in every step. They hold no cycles, so the
 # garbage collector needn't visit them.
@@ -88,9 +88,10 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """A device's answer for one request: tokens where it samples, or one line that says why there are none.
 
     token_ids: the guesses that were kept, then one token more; or one token of each step that was made. logprobs stand
-    beside them, where they were asked for. prompt_logprobs: of the prompt tokens that this share's logits predict,
-    positions start + 1 to `end`, so also for shares without `sample`. draft_token_ids: guesses for the next step, from
-    a device that drafts or a grammar that leaves no choice. embedding: for a share with `embed`, as in `RequestOutput`.
+    beside them, where they were asked for. error_kind: "invalid" where the request itself is to blame. prompt_logprobs:
+    of the prompt tokens that this share's logits predict, positions start + 1 to `end`, so also for shares without
+    `sample`. draft_token_ids: guesses for the next step, from a device that drafts or a grammar that leaves no choice.
+    embedding: for a share with `embed`, as in `RequestOutput`.
     """
 
     request_id: str
@@ -100,3 +101,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
     embedding: bytes = b""
+    error_kind: ErrorKind = "internal"

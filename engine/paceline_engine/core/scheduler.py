@@ -372,7 +372,7 @@ class Scheduler:
                 continue  # Ended while the step ran.
             if result is not None:
                 if result.error is not None:
-                    outputs.append(self._live.finish(request, "error", result.error, "internal"))
+                    outputs.append(self._live.finish(request, "error", result.error, result.error_kind))
                     continue
                 if result.prompt_logprobs and request.wants_prompt_logprobs:
                     request.prompt_logprobs.extend(result.prompt_logprobs)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_engine.core.outputs import AdmittedRequest
+from paceline_engine.messages import ErrorKind
 from paceline_engine.sampling.cuts import has_cuts
 from paceline_engine.sampling.noise import Float32Array, IntArray
 from paceline_engine.sampling.penalties import TokenCounts, has_penalties
@@ -23,8 +24,18 @@ from paceline_engine.sampling.speculation import Drafts
 MIN_TEMPERATURE = 1e-5
 
 
+class RowError(ValueError):
+    """A request can't run on this model; the message is for its client, `kind` says whose fault it is."""
+
+    def __init__(self, message: str, kind: ErrorKind = "internal") -> None:
+        super().__init__(message)
+        self.kind: ErrorKind = kind
+
+
 class Matcher(Protocol):
-    """A grammar's state after the row's output."""
+    """A grammar's state after the row's output. error: why it can't be followed any further; it then refuses tokens."""
+
+    error: RowError | None
 
     def push(self, token_id: int) -> bool:
         """Move over a token; False, and no move, if the grammar doesn't allow it."""
@@ -43,12 +54,8 @@ class Matcher(Protocol):
         ...
 
 
-class RowError(ValueError):
-    """A request can't run on this model; the message is for its client."""
-
-
 class Row:
-    """One running request. error: why it can't be sampled; it fails alone, when its first token is due."""
+    """One running request. refusal: why it can't be sampled; it fails alone, when its next token is due."""
 
     def __init__(
         self, request: AdmittedRequest, vocab_size: int, eos_token_ids: Iterable[int], matcher: Matcher | None = None
@@ -60,7 +67,7 @@ class Row:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.token_ids = list(request.token_ids)
         self.had_output = len(self.token_ids) > self.num_prompt_tokens
-        self.error: str | None = None
+        self.refusal: RowError | None = None
         self.greedy = sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1
         self.has_cuts = has_cuts(sampling)
         self.matcher = matcher
@@ -86,6 +93,11 @@ class Row:
             or sampling.bad_words
             or sampling.min_tokens > 0
         )
+
+    @property
+    def error(self) -> RowError | None:
+        """Why no further token can be sampled."""
+        return self.refusal or (None if self.matcher is None else self.matcher.error)
 
     @property
     def num_output_tokens(self) -> int:

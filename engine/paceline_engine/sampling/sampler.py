@@ -18,7 +18,7 @@ from paceline_engine.messages import TokenLogprobs
 from paceline_engine.sampling.cuts import kept_tokens, probabilities
 from paceline_engine.sampling.logprobs import token_logprobs
 from paceline_engine.sampling.noise import Float32Array, FloatArray, GumbelDraw, Stream, gumbel_at, row_keys, uniforms
-from paceline_engine.sampling.row import Row, restrict_verified
+from paceline_engine.sampling.row import Row, RowError, restrict_verified
 from paceline_engine.sampling.speculation import accepts, residual
 
 NOT_FINITE = "the model's output for this request isn't finite (NaN or infinity); the request can't go on"
@@ -45,7 +45,7 @@ class _Share:
         return self.begin + self.item.num_draft_tokens + 1
 
 
-class SampleError(ValueError):
+class SampleError(RowError):
     """This request can't go on; the message is its error."""
 
 
@@ -96,7 +96,7 @@ class Sampler:
         """The share's guesses that stand, then one token more; nothing follows a token that ends the output."""
         row, guesses, position = share.row, share.guesses, share.item.num_known_tokens
         if row.error is not None:
-            raise SampleError(row.error)
+            raise SampleError(str(row.error), row.error.kind)
         drawn_from = row.draft_probabilities(position, guesses)
         tokens: list[int] = []
         for index in range(len(guesses) + 1):
@@ -158,7 +158,9 @@ def distribution(row: Row, values: Float32Array) -> FloatArray:
 def _check(best: float, row: Row) -> None:
     if -math.inf < best < math.inf:
         return
-    raise SampleError(NOTHING_ALLOWED if best == -math.inf and row.has_rules else NOT_FINITE)
+    if best == -math.inf and row.has_rules:
+        raise SampleError(NOTHING_ALLOWED, "invalid")
+    raise SampleError(NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ def _results(
     for share, outcome in zip(shares, outcomes, strict=True):
         request_id = share.item.request_id
         if isinstance(outcome, SampleError):
-            results.append(StepResult(request_id, error=str(outcome)))
+            results.append(StepResult(request_id, error=str(outcome), error_kind=outcome.kind))
         else:
             results.append(StepResult(request_id, tuple(outcome), logprobs=reports.get(request_id, ())))
     return results

@@ -197,6 +197,31 @@ def test_forced_tokens_cost_one_step(ending, new_loop, compiler):
     assert steps(forced=False) > 15
 
 
+def test_text_that_is_forced_without_end_is_guessed_within_the_limit(compiler):
+    state = compiler.grammars().matcher(compiler.ebnf('root ::= "a" root'), (), ())
+    assert compiler.text(state.forced_tokens(8)) == "a" * 8
+    assert allowed(state, compiler.vocab_size) == {compiler.ids("a")[0]}
+
+
+def test_a_grammar_whose_work_explodes_fails_alone_as_the_clients_fault(ending, new_loop, compiler):
+    loop = new_loop(ending, grammars=compiler.grammars())
+    loop.add("bad", [1, 2, 3], 64, constraint=compiler.ebnf('root ::= (("a"{1,500}){1,500}){1,500}'), min_tokens=64)
+    loop.add("good", [1, 2, 3], 32, constraint=compiler.regex("[ab]{30}"))
+    loop.run()
+    assert (loop.finished["bad"].finish_reason, loop.finished["bad"].error_kind) == ("error", "invalid")
+    assert "grammar takes too long" in loop.finished["bad"].error
+    assert loop.finished["good"].finish_reason == "stop"
+
+
+def test_rules_that_leave_no_token_are_the_clients_fault(ending, new_loop, compiler):
+    loop = new_loop(ending, grammars=compiler.grammars())
+    (banned,) = compiler.ids("a")
+    loop.add("bad", [1, 2, 3], 8, constraint=compiler.regex("[a]{4}"), bad_words=((banned,),))
+    loop.run()
+    assert (loop.finished["bad"].finish_reason, loop.finished["bad"].error_kind) == ("error", "invalid")
+    assert "exclude each other" in loop.finished["bad"].error
+
+
 def test_a_damaged_grammar_fails_alone(ending, new_loop, compiler):
     loop = new_loop(ending, grammars=compiler.grammars())
     loop.add("bad", [1, 2, 3], 8, constraint=Constraint(key="bad", grammar=b"nonsense"))

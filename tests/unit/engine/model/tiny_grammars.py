@@ -25,6 +25,9 @@ class Compiler:
     def regex(self, pattern: str) -> Constraint:
         return self.constraint(pattern, self._compiler.compile_regex(pattern))
 
+    def ebnf(self, text: str) -> Constraint:
+        return self.constraint(text, self._compiler.compile_grammar(text))
+
     def schema(self, schema: str) -> Constraint:
         return self.constraint(schema, self._compiler.compile_json_schema(schema, any_whitespace=False))
 
