@@ -14,6 +14,7 @@ from paceline_engine.server.errors import invalid, unavailable
 from paceline_engine.structured import source as sources
 from paceline_engine.structured.compiler import CompilerBusy, CompileRefused, CompilerFailed, GrammarCompiler
 from paceline_engine.structured.json_schema import SchemaRefused
+from paceline_engine.structured.regexes import RegexRefused
 from paceline_engine.structured.source import MAX_CHOICES, MAX_SOURCE_BYTES, GrammarSource
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
@@ -110,9 +111,15 @@ def make_source(field: str, make: Callable[[], GrammarSource]) -> GrammarSource:
         source = make()
     except SchemaRefused as error:
         raise invalid(f"{field}: {error}", field, "unsupported_schema") from error
+    except RegexRefused as error:
+        raise invalid(f"{field}: {error}", field, "invalid_grammar") from error
     except (ValueError, RecursionError) as error:
         raise invalid(f"{field} is not valid JSON: {error}", field, "invalid_value") from error
-    if len(source.text.encode(errors="replace")) > MAX_SOURCE_BYTES:
+    try:
+        size = len(source.text.encode())
+    except UnicodeEncodeError as error:
+        raise invalid(f"{field} is not valid Unicode: {error.reason}", field, "invalid_value") from error
+    if size > MAX_SOURCE_BYTES:
         raise invalid(f"{field} is larger than {MAX_SOURCE_BYTES // 1024} KiB", field, "invalid_value")
     return source
 
@@ -124,7 +131,7 @@ def _decoded(value: Any) -> Any:
 _MAKERS: dict[str, Callable[[Any], GrammarSource]] = {
     "json": lambda value: sources.json_schema(_decoded(value)),
     "json_object": lambda _: sources.json_object(),
-    "regex": lambda value: GrammarSource(kind="regex", text=value),
+    "regex": sources.regex,
     "choice": sources.choice,
     "grammar": lambda value: GrammarSource(kind="grammar", text=value),
     "structural_tag": lambda value: sources.structural_tag(_decoded(value)),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from paceline_engine.structured import regexes
 from paceline_engine.structured.json_schema import canonical, normalise
 
 MAX_SOURCE_BYTES = 256 * 1024
@@ -49,6 +50,11 @@ def json_object() -> GrammarSource:
     return json_schema({"type": "object"})
 
 
+def regex(pattern: str) -> GrammarSource:
+    """Texts that match as a whole. Raises RegexRefused."""
+    return GrammarSource(kind="regex", text=regexes.checked(pattern))
+
+
 def choice(choices: Sequence[str]) -> GrammarSource:
     """One of these texts."""
     return GrammarSource(kind="grammar", text="root ::= " + " | ".join(ebnf_literal(text) for text in choices))
@@ -60,7 +66,7 @@ def ebnf_literal(text: str) -> str:
 
 
 def structural_tag(tag: Any) -> GrammarSource:
-    """Text with constrained parts, in xgrammar's format. Its JSON schemas are checked; raises SchemaRefused."""
+    """Text with constrained parts, in xgrammar's format. Raises SchemaRefused or RegexRefused for a part of it."""
     patterns: list[str] = []
     text = canonical(_checked(tag, patterns))
     return GrammarSource(kind="structural_tag", text=text, patterns=tuple(patterns))
@@ -68,8 +74,11 @@ def structural_tag(tag: Any) -> GrammarSource:
 
 def _checked(value: Any, patterns: list[str]) -> Any:
     if isinstance(value, dict):
-        return {
+        made = {
             name: normalise(part, patterns) if name == "json_schema" else _checked(part, patterns)
             for name, part in value.items()
         }
+        if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
+            made["pattern"] = regexes.checked(value["pattern"])
+        return made
     return [_checked(part, patterns) for part in value] if isinstance(value, list) else value
