@@ -73,26 +73,37 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. By default it ends where the assistant's answer begins.
 
         continue_final_message: it ends with the last message's content, so that the model writes on. variables: what
         else the template may use; they never replace what it is given anyway. Raises TemplateRefused.
         """
+        variables = variables or {}
         taken = variables.keys() & {*self._special_tokens, "messages", "documents"}
         if taken:
             raise TemplateRefused(f"{min(taken)!r} can't be given to the chat template: it has its own")
         try:
             text = self._template.render(
-                **self._special_tokens,
-                **variables,
-                messages=[dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self._special_tokens,
+                    **variables,
+                    "messages": [dict(message) for message in messages],
+                    "tools": [dict(tool) for tool in tools] if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise TemplateRefused(f"the chat template refuses these messages: {error}") from error
         return _cut_behind(text, str(messages[-1]["content"])) if continue_final_message else text
 

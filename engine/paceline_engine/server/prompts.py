@@ -37,7 +37,7 @@ async def chat_prompts(engine: Engine, request: ChatRequest, caller: Caller) -> 
     arrived, serving = engine.clock(), engine.serving
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise invalid("give max_completion_tokens or max_tokens, not both", "max_tokens")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs=true: leave it out or set that", "top_logprobs")
     tools = offered_tools(serving, request)
     asked = request.grammar_source() or _tool_source(serving, request, tools)
@@ -93,7 +93,7 @@ def render(serving: Serving, request: TemplateFields, tools: Sequence[Tool] = ()
             tools=[tool.model_dump(exclude_none=True) for tool in tools],
             add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
             continue_final_message=request.continue_final_message,
-            **_checked_kwargs(request.chat_template_kwargs),
+            variables=_checked_kwargs(request.chat_template_kwargs),
         )
     except TemplateRefused as error:
         raise invalid(str(error), "messages") from error

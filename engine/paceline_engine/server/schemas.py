@@ -62,7 +62,8 @@ class GenerationRequest(GuidedFields):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    # Below, a logit divided by it may overflow.
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10.0)
     logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_BIASED)
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: list[Stop] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
@@ -191,9 +192,9 @@ def _check_together(request: GenerationRequest) -> None:
         raise invalid("stream_options needs stream=true: leave it out or stream", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise invalid("prompt_logprobs can't be streamed: leave it out or set stream=false", "prompt_logprobs")
-    wrong = next((key for key in request.logit_bias if not (key.isascii() and key.isdigit())), None)
+    wrong = next((key for key in request.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 20)), None)
     if wrong is not None:
-        raise invalid(f"logit_bias: {wrong!r} is not a token id", "logit_bias")
+        raise invalid(f"logit_bias: {wrong[:40]!r} is not a token id", "logit_bias")
     if request.constrained_by is not None:
         for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
             if getattr(request, name):

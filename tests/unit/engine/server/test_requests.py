@@ -79,6 +79,8 @@ def test_a_tiny_temperature_is_greedy(says: Says, temperature: float) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"guided_json": '{"const": "\\ud800"}'}, "guided_json"),
+        ({"guided_regex": "a^b"}, "guided_regex"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ],
 )
@@ -371,6 +373,31 @@ def test_template_variables_reach_the_template_and_never_replace_its_own(says: S
     assert "EXTRA" in prompt_of(server)
     for name in ("messages", "tools", "add_generation_prompt"):
         assert server.chat(chat_template_kwargs={name: 1}).status_code == 400
+
+
+@pytest.mark.parametrize("name", ["self", "args", "context", "continue_final", "a b", ""])
+def test_no_name_of_a_template_variable_breaks_the_server(says: Says, name: str) -> None:
+    assert says("x").chat(chat_template_kwargs={name: 1}).status_code == 200
+
+
+CALL = {"id": "1", "function": {"name": "f", "arguments": 0}}
+
+
+@pytest.mark.parametrize("depth", [100, *range(900, 990, 3)])
+def test_deeply_nested_values_are_an_answer_or_a_400(says: Says, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": 0}}}
+    for fields, text in (
+        ({"tools": [tool]}, nested),
+        ({"tools": [tool], "tool_choice": "required"}, nested),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, json.dumps(nested)),
+        ({"chat_template_kwargs": {"extra": 0}}, nested),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": 0}}}}, nested),
+        ({"structured_outputs": {"structural_tag": {"format": 0}}}, nested),
+    ):
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields)
+        response = says("x").call("/v1/chat/completions", body.replace(": 0", f": {text}").encode())
+        assert response.status_code == 200 or response.json()["error"]["type"] == "invalid_request_error", fields.keys()
 
 
 def test_a_template_of_the_request_needs_trust(says: Says) -> None:

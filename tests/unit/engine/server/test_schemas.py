@@ -53,6 +53,7 @@ ASKS_FOR_NOTHING: dict[str, Any] = {
     "n": 1, "best_of": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
     "logit_bias": {}, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False,
     "parallel_tool_calls": True, "skip_special_tokens": True, "service_tier": "auto", "user": "u-1", "seed": None,
+    "top_logprobs": 0,
     "stop": None, "tools_": None, "temperature": None, "max_tokens": None, "logprobs_": None,
 }  # fmt: skip
 
@@ -108,9 +109,11 @@ def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"-5": 1}}, "logit_bias"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"min_tokens": -1}, "min_tokens"),
