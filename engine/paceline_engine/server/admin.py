@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,10 @@ def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], 
 
     @app.post("/sleep")
     async def sleep(request: Request) -> Response:
-        return await _command(engine, "sleep", level=request.query_params.get("level", "1"))
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise invalid(f"query parameter level: {level[:40]!r} is neither 1 nor 2", "level")
+        return await _command(engine, "sleep", level=level)
 
     @app.post("/wake_up")
     async def wake_up() -> Response:
@@ -73,9 +77,10 @@ def build_admin_app(engine: Engine, token: str | None, drain: Callable[[float], 
             asked = DrainRequest.model_validate_json(body or b"{}")
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            raise invalid(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}", code="invalid_value") from error
-        if asked.deadline_s < 0:
-            raise invalid("deadline_s must not be negative: give seconds", "deadline_s")
+            field = ".".join(map(str, problem["loc"])) or None
+            raise invalid(f"{field or 'the body'}: {problem['msg']}", field, "invalid_value") from error
+        if not 0 <= asked.deadline_s < math.inf:
+            raise invalid("deadline_s must be a number of seconds, not negative", "deadline_s")
         drain(asked.deadline_s)
         return JSONResponse(DrainState(draining=True, in_flight=engine.in_flight).model_dump())
 

@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -65,11 +66,14 @@ def build_http_app(engine: Engine, token: str | None) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        served = [(engine.model_name, engine.created, None)]
-        served += [(name, created, engine.model_name) for name, created in engine.adapters.items()]
-        about = {"object": "model", "owned_by": "paceline", "max_model_len": engine.serving.ready.max_model_len}
-        data = [{"id": name, "created": created, "parent": parent} | about for name, created, parent in served]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": list(_models(engine).values())})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        found = _models(engine).get(name)
+        if found is None:
+            raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
+        return JSONResponse(found)
 
     @app.get("/health/live")
     async def live() -> Response:
@@ -80,6 +84,14 @@ def build_http_app(engine: Engine, token: str | None) -> FastAPI:
         return _health(engine, engine.not_ready())
 
     return app
+
+
+def _models(engine: Engine) -> dict[str, dict[str, Any]]:
+    """What is served, by name: the model and its adapters."""
+    served: list[tuple[str, int, str | None]] = [(engine.model_name, engine.created, None)]
+    served += [(name, created, engine.model_name) for name, created in engine.adapters.items()]
+    about = {"object": "model", "owned_by": "paceline", "max_model_len": engine.serving.ready.max_model_len}
+    return {name: {"id": name, "created": created, "parent": parent} | about for name, created, parent in served}
 
 
 def add_error_handlers(app: FastAPI) -> None:

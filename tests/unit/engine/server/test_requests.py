@@ -466,6 +466,8 @@ def test_an_adapter_is_served_as_a_model_until_it_is_unloaded(says: Says) -> Non
         ("m", None),
         ("tuned", "m"),
     ]
+    assert server.get("/v1/models/tuned").json()["parent"] == "m"
+    assert server.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     assert server.complete(model="tuned").json()["model"] == "tuned"
     server.complete()
     assert [request.adapter for request in server.core.requests] == ["tuned", None]
@@ -485,6 +487,26 @@ def test_an_adapter_that_can_not_be_loaded_is_not_served(says: Says) -> None:
     refused = server.call("/v1/load_lora_adapter", body, admin=True)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
     assert server.complete(model="tuned").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/sleep?level=7", b"", "level"),
+        ("/admin/drain", b'{"deadline_s": -1}', "deadline_s"),
+        ("/admin/drain", b'{"deadline_s": NaN}', "deadline_s"),
+        ("/admin/drain", b'{"deadline_s": 1e400}', "deadline_s"),
+        ("/admin/drain", b'{"deadline_s": "x"}', "deadline_s"),
+        ("/admin/drain", b"{", None),
+    ],
+)
+def test_a_wrong_order_on_the_admin_port_is_refused_by_name(
+    says: Says, path: str, body: bytes, param: str | None
+) -> None:
+    server = says("x")
+    response = server.call(path, body, admin=True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert server.core.commands == []
 
 
 def test_a_sleeping_engine_serves_nothing_and_is_not_ready(says: Says) -> None:
