@@ -155,6 +155,13 @@ class BlockPool:
             raise BlockPoolError(f"block {block_id} marked as cached but nobody holds it")
         block.cached = True
 
+    def unmark_cached(self, block_id: int) -> None:
+        """The held block's contents can't be found any more; nobody is told."""
+        block = self._blocks[block_id]
+        if block.ref_count < 1:
+            raise BlockPoolError(f"block {block_id} unmarked but nobody holds it")
+        block.cached = False
+
     def unmark_all(self) -> None:
         """No block's contents can be found any more; nobody is told."""
         for block in self._blocks:

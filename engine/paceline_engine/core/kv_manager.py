@@ -140,6 +140,11 @@ class KVManager:
         if self.cache is not None and request.num_computed_tokens // self.block_size > request.num_published_blocks:
             self.cache.publish(request)
 
+    def distrust(self, request: Request) -> None:
+        """What the request holds may be the reason why it failed: others compute their own."""
+        if self.cache is not None:
+            self.cache.withdraw(request.block_ids)
+
     def release(self, request: Request) -> None:
         """Give all blocks back, last first, so that a sequence's tail is reused before its head."""
         self.pool.release(reversed(request.block_ids))

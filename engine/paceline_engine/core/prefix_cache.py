@@ -117,7 +117,7 @@ class PrefixCache:
         )
 
     def _forget(self, block_id: int) -> None:
-        """The pool hands the block out anew."""
+        """The block can't be found any more, as when the pool hands it out anew."""
         key = self._hash_of.pop(block_id)
         copies = self._blocks_of[key]
         copies.remove(block_id)
@@ -126,6 +126,13 @@ class PrefixCache:
         if not copies:
             del self._blocks_of[key]
             self._note(KVEvent(sequence=0, kind="removed", block_hashes=(key,)))
+
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Nobody finds these held blocks any more."""
+        for block_id in block_ids:
+            if block_id in self._hash_of:
+                self._pool.unmark_cached(block_id)
+                self._forget(block_id)
 
     def clear(self) -> None:
         """Nothing can be found any more; blocks that are held stay with their holders."""

@@ -372,6 +372,8 @@ class Scheduler:
                 continue  # Ended while the step ran.
             if result is not None:
                 if result.error is not None:
+                    if result.error_kind == "internal":
+                        self.kv.distrust(request)
                     outputs.append(self._live.finish(request, "error", result.error, result.error_kind))
                     continue
                 if result.prompt_logprobs and request.wants_prompt_logprobs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler
@@ -51,6 +52,24 @@ def test_greedy_text_is_that_of_transformers(tiny, new_loop, work, index, method
     assert kv.cache.num_hit_tokens > 0
     assert (loop.scheduler.num_preemptions > 0) == (num_blocks < 200)
     assert kv.num_restored_sequences == 0 or tier
+
+
+@pytest.mark.parametrize("index", ["hash", "radix"])
+def test_kv_that_is_not_finite_fails_who_found_it_and_nobody_after(tiny, new_loop, work, index):
+    loop = new_loop(tiny, num_blocks=200)
+    kv = loop.scheduler.kv
+    kv.cache = PrefixCache(kv.pool, kv.block_size, index)
+    prompt, expected = work["0"]
+    loop.add("maker", prompt, 14)
+    loop.run()
+    [(_, copies), *_] = kv.cache.entries()
+    loop.runner.kv.tensor[1, 1, copies[0], 0] = torch.nan
+    for name in ("finder", "next"):
+        loop.add(name, prompt, 14)
+        loop.run()
+    assert "isn't finite" in loop.finished["finder"].error
+    assert loop.tokens["next"] == loop.tokens["maker"] == expected
+    loop.scheduler.check_integrity()
 
 
 def test_the_memory_tier_never_writes_into_blocks_that_were_found(tiny, new_loop, work):
