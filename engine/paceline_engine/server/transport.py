@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,20 +37,23 @@ def error_response(error: ApiError) -> Response:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, also when it was read before. Raises ApiError (413) beyond BODY_BYTES_MAX, keeping no more."""
+    """The whole body, also when it was read before. Raises ApiError (413) beyond BODY_BYTES_MAX, or ClientGone."""
     kept: bytes | None = getattr(request.state, "body", None)
     if kept is not None:
         return kept
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= BODY_BYTES_MAX:
-            chunks.append(chunk)
-        elif size > DISCARD_BYTES_MAX:
-            break
-        else:
-            chunks.clear()
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= BODY_BYTES_MAX:
+                chunks.append(chunk)
+            elif size > DISCARD_BYTES_MAX:
+                break
+            else:
+                chunks.clear()
+    except ClientDisconnect as error:
+        raise ClientGone from error
     if size > BODY_BYTES_MAX:
         limit = BODY_BYTES_MAX // 2**20
         raise ApiError(413, f"the body is larger than {limit} MiB: send less", code="body_too_large")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -487,6 +488,40 @@ def test_an_adapter_that_can_not_be_loaded_is_not_served(says: Says) -> None:
     refused = server.call("/v1/load_lora_adapter", body, admin=True)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
     assert server.complete(model="tuned").status_code == 404
+
+
+@pytest.mark.parametrize(("silent", "ready", "live"), [(7.0, 200, 200), (8.5, 503, 200), (10.5, 503, 503)])
+def test_a_core_that_makes_no_progress_is_not_ready_within_ten_seconds(
+    says: Says, silent: float, ready: int, live: int
+) -> None:
+    server = says("x")
+    server.core.silent_seconds = lambda: silent
+    assert server.get("/health/ready").status_code == ready
+    assert server.get("/health/live").status_code == live
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(says: Says) -> None:
+    from starlette.types import Message
+
+    from paceline_engine.server.routes import build_http_app
+
+    parts: list[Message] = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"", "app": None,
+    }  # fmt: skip
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(build_http_app(says("x").engine, None)(scope, receive, send))
+    assert sent[0]["status"] == 499
 
 
 @pytest.mark.parametrize(
