@@ -82,7 +82,8 @@ class Choice:
             events += self.parser.finish()
         parts = [part for found in events if (part := self._part(found)) is not None]
         if delta.finish_reason is not None:
-            self.finish_reason = "tool_calls" if self.calls and delta.finish_reason == "stop" else delta.finish_reason
+            can_call = delta.finish_reason == "stop" and bool(self.calls) and _is_whole(self.calls[-1])
+            self.finish_reason = "tool_calls" if can_call else delta.finish_reason
         return parts
 
     @property
@@ -204,6 +205,15 @@ class Answer:
     def _envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _is_whole(call: dict[str, Any]) -> bool:
+    """Whether a call's arguments can be read; a stop string may have cut them."""
+    try:
+        msgspec.json.decode(call["function"]["arguments"])
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _end(choice: Choice) -> dict[str, Any]:

@@ -74,6 +74,13 @@ def tag_of(says: Says, **fields: Any) -> dict[str, Any]:
     return json.loads(server.compiler.sources[0].text)["format"] if server.compiler.sources else {}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_by_a_stop_string_is_not_one_to_be_made(says: Says, stream: bool) -> None:
+    response = says(CALL).chat(messages=[USER], tools=[TOOL], stop=["Par"], stream=stream)
+    assert '"finish_reason":"stop"' in response.text.replace(" ", "")
+    assert '"finish_reason":"tool_calls"' not in response.text
+
+
 def test_required_and_named_force_calls_and_auto_does_not(says: Says) -> None:
     assert tag_of(says) == tag_of(says, tool_choice="auto") == {}
     required = tag_of(says, tool_choice="required")
