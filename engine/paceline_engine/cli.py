@@ -86,6 +86,7 @@ def serve(
     scheduling_policy: opt.SchedulingPolicy = _CORE.scheduling_policy,
     max_preemptions: opt.MaxPreemptions = _CORE.max_preemptions,
     num_scheduler_steps: opt.NumSchedulerSteps = _CORE.num_scheduler_steps,
+    async_scheduling: opt.AsyncScheduling = _CORE.async_scheduling,
     enable_prefix_caching: opt.EnablePrefixCaching = _CORE.enable_prefix_caching,
     prefix_index: opt.PrefixIndex = _CORE.prefix_index,
     speculative_method: opt.SpeculativeMethod = _CORE.speculative_method,
@@ -188,7 +189,7 @@ def build_native(directory: opt.NativeDir = None) -> None:
 def replay(log: opt.StepLogFile) -> None:
     """Make a step log's decisions again, without a model (GET /admin/step-log gives one); 1 if one differs."""
     with _exit_codes():
-        from paceline_engine.core.step_log import Stepped, decoded
+        from paceline_engine.core.step_log import Planned, decoded
         from paceline_engine.core.step_log import replay as run
         from paceline_engine.server.options import BadInput
 
@@ -202,7 +203,7 @@ def replay(log: opt.StepLogFile) -> None:
                 typer.echo(f"segment {number}, step {difference.step}: recorded {difference.recorded}", err=True)
                 typer.echo(f"replayed {difference.replayed}", err=True)
                 raise typer.Exit(1)
-            num_steps = sum(isinstance(entry, Stepped) for entry in segment.entries)
+            num_steps = sum(isinstance(entry, Planned) for entry in segment.entries)
             typer.echo(f"segment {number}: {num_steps} steps, every decision the same")
 
 

@@ -182,6 +182,12 @@ MaxPreemptions = Annotated[
 NumSchedulerSteps = Annotated[
     int, typer.Option(min=1, help="Steps in one round trip to the device while all requests only decode.")
 ]
+AsyncScheduling = Annotated[
+    bool,
+    typer.Option(
+        "--async-scheduling/--no-async-scheduling", help="Plan the next step while the device makes the last."
+    ),
+]
 EnablePrefixCaching = Annotated[
     bool,
     typer.Option(

@@ -51,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     None is all where the drafter's weights are quantized, else two thirds;
     speculative_lenience: 1 is exact, below more guesses are kept and outputs no longer follow the model.
     num_scheduler_steps: most steps of a round trip to the device while all requests only decode.
+    async_scheduling: plan the next step while the device makes the last.
     max_loras, max_lora_rank: LoRA adapters loaded at once, and the highest rank of one. seed: of the simulated device's
     tokens, whose step takes simulated_alpha_ms + simulated_beta_ms * tokens.
     cpu_kernels: compiled, torch's, or compiled where they can be had. quantization: of the weights, lossy. native_dir:
@@ -82,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     speculative_lenience: float = 1.0
     num_scheduler_steps: int = 1
+    async_scheduling: bool = False
     max_loras: int = 8
     max_lora_rank: int = 64
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What the API process may ask of the core between two steps: cache reset, sleep and wake, adapters, explanations.
+"""What the API process may ask of the core between steps, none in flight: cache reset, sleep, adapters, explanations.
 
 A command that can't be done is answered with one line that says why; it never ends the core. What a device must be able
 to do for one is a small Protocol, so a device that can't is refused by name. Imports neither tensors nor sockets.
@@ -105,8 +105,10 @@ class Commands:
         outputs = self._scheduler.sleep()
         # The device drops the rows of requests that were ended before it loses their blocks.
         plan = self._scheduler.schedule(now)
-        self._log.stepped(now, plan, tuple(self._backend.execute(plan)), now)
-        self._scheduler.update(plan, (), now)
+        self._log.planned(now, plan)
+        results = tuple(self._backend.execute(plan))
+        self._log.updated(results, now)
+        self._scheduler.update(plan, results, now)
         if isinstance(self._backend, ReleasesKV):
             self._backend.release_kv()
         return outputs

@@ -26,6 +26,7 @@ import zmq
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.step_log import RecordingStore, StepLog
 from paceline_engine.core_commands import Commands
+from paceline_engine.core_loop import OverlappedSteps, Steps
 from paceline_engine.core_setup import Core, build_core
 from paceline_engine.messages import (
     AbortRequest,
@@ -71,19 +72,21 @@ class CoreLoop:
         self._send = send
         self._clock = clock
         self._stopping = False
-        self._num_steps = 0
-        self._step_seconds = 0.0
+        make_steps = OverlappedSteps if core.overlapped else Steps
+        self._steps = make_steps(core.scheduler, core.backend, self._log, clock)
 
     def run(self) -> None:
         """Step until Shutdown; requests that live then end with "abort"."""
         cache = self._scheduler.kv.cache
         while not self._stopping:
+            settled = self._steps.settle() if self._log.is_full or not self._scheduler.has_work else []
             self._log.begin()
-            outputs, results = self._drain(self._wait_seconds())
+            outputs, results = self._drain(0.0 if settled else self._wait_seconds())
+            outputs = settled + outputs
             if self._stopping:
-                outputs += self._scheduler.abort_all()
+                outputs += self._steps.settle() + self._scheduler.abort_all()
             elif self._scheduler.has_work:
-                outputs += self._step()
+                outputs += self._steps.step()
             self._send(
                 StepOutputs(
                     outputs=tuple(outputs),
@@ -92,6 +95,7 @@ class CoreLoop:
                     stats=self._stats(),
                 )
             )
+        self._steps.close()
 
     def _wait_seconds(self) -> float:
         """How long to listen before the next step: not at all, unless a step would have nothing to do."""
@@ -116,6 +120,7 @@ class CoreLoop:
         answer: RequestOutput | None = None
         match message:
             case Command():
+                outputs += self._steps.settle()
                 result, ended = self._commands.run(message, self._clock())
                 results.append(result)
                 outputs += ended
@@ -131,17 +136,6 @@ class CoreLoop:
         if answer is not None:
             outputs.append(answer)
 
-    def _step(self) -> list[RequestOutput]:
-        begin = self._clock()
-        plan = self._scheduler.schedule(begin)
-        results = tuple(self._backend.execute(plan))
-        end = self._clock()
-        self._log.stepped(begin, plan, results, end, end - begin)
-        outputs = self._scheduler.update(plan, results, end, end - begin)
-        self._num_steps += 1
-        self._step_seconds += end - begin
-        return outputs
-
     def _stats(self) -> CoreStats:
         scheduler, kv = self._scheduler, self._scheduler.kv
         cache, spec, speed = kv.cache, scheduler.speculation.counters, scheduler.speed
@@ -151,9 +145,9 @@ class CoreLoop:
             num_blocks=kv.pool.num_blocks,
             num_free_blocks=kv.pool.num_free_blocks,
             num_preemptions=scheduler.num_preemptions,
-            num_steps=self._num_steps,
+            num_steps=self._steps.num_steps,
             num_scheduled_tokens=scheduler.num_scheduled_tokens,
-            step_seconds=self._step_seconds,
+            step_seconds=self._steps.step_seconds,
             kv_offloaded_sequences=kv.num_offloaded_sequences,
             kv_restored_sequences=kv.num_restored_sequences,
             kv_store_bytes=self._backend.kv_store_bytes,

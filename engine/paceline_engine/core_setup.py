@@ -26,12 +26,13 @@ class SetupError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """A backend and the scheduler that feeds it."""
+    """A backend and the scheduler that feeds it. overlapped: plan the next step while the device makes the last."""
 
     scheduler: Scheduler
     backend: Backend
     max_model_len: int
     namespace_digest: str
+    overlapped: bool = False
 
 
 def size_blocks(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
@@ -126,4 +127,10 @@ def build_core(config: EngineConfig) -> Core:
         loaded.config.eos_token_ids,
         speculation(config, backend),
     )
-    return Core(scheduler=scheduler, backend=backend, max_model_len=max_model_len, namespace_digest=digest)
+    return Core(
+        scheduler=scheduler,
+        backend=backend,
+        max_model_len=max_model_len,
+        namespace_digest=digest,
+        overlapped=config.async_scheduling,
+    )

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from paceline_engine.backends.cpu_attention import CpuAttention, PagedKV
 from paceline_engine.batch import Batch, BlockTables, build_batch
-from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.core.outputs import UNKNOWN, AdmittedRequest, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.spec import MAX_DRAFT_TOKENS
 from paceline_engine.drafting import Drafter, DraftModel
 from paceline_engine.grammar import Grammars
@@ -72,6 +72,7 @@ class ModelRunner:
         self._apply(plan)
         if not plan.scheduled:
             return []
+        plan = replace(plan, scheduled=tuple(map(self._resolved, plan.scheduled)))
         batch = build_batch(plan.scheduled, self._tables, self.kv.tensor.dtype, self._is_scored)
         logits, embedded = self._forward(batch)
         num_sampled = sum(item.num_draft_tokens + 1 for item in batch.samplers)
@@ -94,6 +95,12 @@ class ModelRunner:
             batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch), deltas, states
         )
         return logits, [] if states is None else _embeddings(batch.embedders, states.out)
+
+    def _resolved(self, item: ScheduledRequest) -> ScheduledRequest:
+        """The share with the token that the scheduler doesn't know yet; any, where the row has failed and has none."""
+        if item.token_ids[-1] != UNKNOWN:
+            return item
+        return replace(item, token_ids=self._rows[item.request_id].token_ids[item.start : item.end] or [0])
 
     def _errors(self, plan: StepPlan) -> list[StepResult]:
         """Requests that can't run say so with their first share; those that sample have a result anyway."""

@@ -1,4 +1,4 @@
-"""How far a request may run beyond its next token: guesses to verify, and further steps in the same round trip.
+"""What is planned beyond the next token: guesses to verify, further steps in one round trip, a step on top of another.
 
 None of it makes anybody lose blocks, or changes an output. Imports neither tensors nor I/O.
 """
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline_engine.core.kv_manager import KVManager
-from paceline_engine.core.outputs import ScheduledRequest, StepPlan, StepResult
-from paceline_engine.core.request import Request
+from paceline_engine.core.outputs import UNKNOWN, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.core.ranked import RankedRequests
+from paceline_engine.core.request import Request, RequestStatus
 
 
 def room_ahead(request: Request, kv: KVManager, num_running: int) -> int:
@@ -59,3 +60,30 @@ def steps_made(plan: StepPlan, results: Mapping[str, StepResult]) -> tuple[int, 
             num_steps = max(num_steps, len(result.token_ids))
             num_more_tokens += len(result.token_ids) - 1
     return num_steps, num_more_tokens
+
+
+def assume(plan: StepPlan, requests: Mapping[str, Request]) -> None:
+    """Take the plan as done, with one token for each request that samples, so that the next step can be planned.
+
+    One that ends with that token for its length is left without anything to compute. `update` puts things right.
+    """
+    for item in plan.scheduled:
+        request = requests.get(item.request_id)
+        if request is None or request.status is not RequestStatus.RUNNING:
+            continue
+        request.num_computed_tokens = item.end
+        if item.sample and len(request.token_ids) + 1 < request.max_total_tokens:
+            request.token_ids.append(UNKNOWN)
+
+
+def needs_results(running: RankedRequests, waiting: RankedRequests, kv: KVManager, max_num_seqs: int) -> bool:
+    """Whether the next step depends on the last one's results, or KV may have to be moved by it.
+
+    A grammar may force tokens. A victim's KV is saved, and a returning one's restored, at once: not while the device
+    computes, and blocks that results would have freed are not worth a victim.
+    """
+    if any(request.constraint is not None for request in running):
+        return True
+    if sum(kv.num_missing_blocks(request, request.num_tokens + 1) for request in running) > kv.pool.num_free_blocks:
+        return True
+    return any(request.num_offloaded_tokens for request in waiting.requests[:max_num_seqs])

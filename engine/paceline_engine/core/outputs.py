@@ -10,6 +10,9 @@ import msgspec
 
 from paceline_engine.messages import Constraint, ErrorKind, SamplingParams, TokenLogprobs
 
+# A token that the device has sampled, or will before it comes to this plan, and the scheduler doesn't know.
+UNKNOWN = -1
+
 # Structs, not dataclasses: one of each is made for every running request in every step. They hold no cycles, so the
 # garbage collector needn't visit them.
 
@@ -35,8 +38,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logits of the last known token and of each guess yield tokens: each guess is kept while it agrees, then one token
     more is drawn. num_wanted_drafts: guesses that a drafting device should return for the next step. num_steps: steps
     that the device may make in a row for this request, each computing the token that the one before sampled; its blocks
-    are there. Above 1 only where one known token is computed and nobody guesses. embed: the hidden state of the last
-    token is wanted as the embedding of all tokens so far; never with sample.
+    are there. Above 1 only where one known token is computed and nobody guesses. In a plan that was made before the
+    last one's results were known, a decode's token is UNKNOWN: the device takes its own latest. Of a row that has ended
+    it may take any, since what that yields is not used. embed: the hidden state of the last token is wanted as the
+    embedding of all tokens so far; never with sample.
     """
 
     request_id: str

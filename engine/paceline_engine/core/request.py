@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from paceline_engine.core.ngram import NgramIndex
-from paceline_engine.core.outputs import AdmittedRequest
+from paceline_engine.core.outputs import UNKNOWN, AdmittedRequest
 from paceline_engine.messages import AddRequest, Constraint, SamplingParams, TokenLogprobs
 
 
@@ -29,12 +29,12 @@ class RequestStatus(StrEnum):
 class Request:
     """A request and its progress.
 
-    token_ids is prompt followed by output. num_computed_tokens counts the leading tokens whose KV is in the blocks of
-    block_ids; the scheduler's whole work is to raise it to len(token_ids). max_total_tokens bounds len(token_ids).
-    arrival numbers requests in the order in which they came. stop_ids: tokens that end the output, once
-    first_stoppable tokens are there. block_hashes: identities of leading full blocks, made once and kept over
-    preemption; num_published_blocks of them can be found by other requests. Deadlines are in the caller's clock.
-    embeds: ends with an embedding when its prompt is computed, without output tokens.
+    token_ids is prompt followed by output; the last may be UNKNOWN while a step is planned ahead. num_computed_tokens
+    counts the leading tokens whose KV is in the blocks of block_ids; the scheduler's whole work is to raise it to
+    len(token_ids), which max_total_tokens bounds. arrival numbers requests in the order in which they came. stop_ids:
+    tokens that end the output, once first_stoppable tokens are there. block_hashes: identities of leading full blocks,
+    made once and kept over preemption; num_published_blocks of them can be found by other requests. Deadlines are in
+    the caller's clock. embeds: ends with an embedding when its prompt is computed, without output tokens.
     """
 
     request_id: str
@@ -113,8 +113,13 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far; they survive preemption."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Tokens sampled and known so far; they survive preemption."""
+        return len(self.token_ids) - self.num_prompt_tokens - (self.token_ids[-1] == UNKNOWN)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its prompt is being computed: until its first token is known, or once more after a preemption."""
+        return self.num_computed_tokens < self.num_prompt_tokens or self.num_output_tokens == 0
 
     @property
     def num_pending_tokens(self) -> int:

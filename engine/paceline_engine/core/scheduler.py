@@ -22,7 +22,7 @@ from paceline_engine.core.admission import (
     why_impossible,
     why_too_late,
 )
-from paceline_engine.core.ahead import room_ahead, steps_made, with_more_steps
+from paceline_engine.core.ahead import assume, needs_results, room_ahead, steps_made, with_more_steps
 from paceline_engine.core.batching import BatchGate
 from paceline_engine.core.block_pool import BlockPoolError
 from paceline_engine.core.deadlines import missed_text
@@ -43,6 +43,7 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 class Scheduler:
     """Owns every live request. Call order: add/abort any number of times, then schedule, then update.
 
+    Ahead, a plan's update comes when the next one has been scheduled; nothing else may be called between those two.
     num_deadline_refusals, num_queue_refusals: requests refused on arrival; num_deadline_misses: cut later.
     num_scheduled_tokens: computed until now.
     """
@@ -174,11 +175,20 @@ class Scheduler:
         """Accept requests again."""
         self.asleep = False
 
-    def schedule(self, now: float = 0.0) -> StepPlan:
+    def can_plan_ahead(self) -> bool:
+        """Whether the next step may be planned before the results of the last one are known."""
+        if self.speculation.is_on or self.config.num_scheduler_steps > 1:
+            return False
+        return not needs_results(self._running, self._waiting, self.kv, self.config.max_num_seqs)
+
+    def schedule(self, now: float = 0.0, after: StepPlan | None = None) -> StepPlan:
         """Choose the next step's work and take the blocks it needs; preempts when they run out.
 
-        Requests that have missed a deadline are cut first; `update` returns their terminal outputs.
+        Requests that have missed a deadline are cut first; `update` returns their terminal outputs. after: the last
+        plan, if its results aren't known yet; only where `can_plan_ahead`. They must be booked next.
         """
+        if after is not None:
+            assume(after, self._requests)
         for request, kind in self._deadlines.expired(now, self._requests):
             self.num_deadline_misses += 1
             self._ended.append(self._live.finish(request, "deadline", missed_text(request, kind), "deadline"))
@@ -252,7 +262,7 @@ class Scheduler:
         reserved = sum(self.kv.num_missing_blocks(request, request.num_tokens) for request in self._running)
         limit = self.config.max_preemptions
         self._has_settled = any(request.num_preemptions >= limit for request in self._running)
-        prefilling = [request for request in self._running if request.num_computed_tokens < request.num_prompt_tokens]
+        prefilling = [request for request in self._running if request.is_prefilling]
         index = 0
         # Those who wait for a prefix are passed by; as many as may run are looked at.
         while index < min(len(self._waiting), self.config.max_num_seqs):
@@ -356,19 +366,26 @@ class Scheduler:
         return with_more_steps(scheduled, self._requests, self.kv, len(self._running), int(limit))
 
     def update(
-        self, plan: StepPlan, sampled: Iterable[StepResult], now: float = 0.0, seconds: float = 0.0
+        self,
+        plan: StepPlan,
+        sampled: Iterable[StepResult],
+        now: float = 0.0,
+        seconds: float = 0.0,
+        later: StepPlan | None = None,
     ) -> list[RequestOutput]:
         """Book a step's results: tokens join their requests, finished ones give their blocks back.
 
         A stop token is part of the output, as its last token. Also returns the outputs of requests that were cut when
-        the step was planned. seconds: what the step took.
+        the step was planned. seconds: what the step took. later: the plan that was made on top of this one.
         """
         outputs, self._ended = self._ended, []
         results = {result.request_id: result for result in sampled}
+        # Of ids that ended with this step under way and came back.
+        newcomers = {admitted.request_id for admitted in later.admitted} if later is not None else ()
         for item in plan.scheduled:
             result = results.get(item.request_id)
             request = self._requests.get(item.request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None or request.status is not RequestStatus.RUNNING or item.request_id in newcomers:
                 continue  # Ended while the step ran.
             if result is not None:
                 if result.error is not None:
@@ -379,9 +396,11 @@ class Scheduler:
                 if result.prompt_logprobs and request.wants_prompt_logprobs:
                     request.prompt_logprobs.extend(result.prompt_logprobs)
             if item.sample:
+                if later is not None:
+                    del request.token_ids[item.num_known_tokens :]  # What was assumed.
                 outputs.append(self._accept(request, item, result, now))
             else:
-                request.num_computed_tokens += len(item.token_ids)
+                request.num_computed_tokens = item.end
                 self.kv.publish(request)
                 if item.embed:
                     outputs.append(self._deliver(request, result, now))

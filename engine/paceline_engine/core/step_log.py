@@ -46,18 +46,24 @@ class Commanded(msgspec.Struct, frozen=True, tag="command"):
     value: str = ""
 
 
-class Stepped(msgspec.Struct, frozen=True, tag="step"):
-    """A step: when it was planned, the plan, what the store answered meanwhile, the device's results and their time."""
+class Planned(msgspec.Struct, frozen=True, tag="plan"):
+    """A step was planned: when, and what the store answered meanwhile. ahead: on top of one that wasn't booked yet."""
 
     now: float
     plan: StepPlan
     stored: tuple[int, ...]
+    ahead: bool
+
+
+class Updated(msgspec.Struct, frozen=True, tag="update"):
+    """The oldest plan that wasn't booked yet was: the device's results, when, and what they took."""
+
     results: tuple[StepResult, ...]
     end: float
     seconds: float
 
 
-Entry = Added | Aborted | Commanded | Stepped
+Entry = Added | Aborted | Commanded | Planned | Updated
 
 
 class Segment(msgspec.Struct, kw_only=True):
@@ -127,7 +133,7 @@ class _Answers:
 
 
 class StepLog:
-    """The last one to two segments. Call `begin` before each round of messages and step, then one method an event."""
+    """The last one to two segments. Call `begin` with nothing in flight if `is_full`, then one method an event."""
 
     def __init__(self, scheduler: Scheduler, store: RecordingStore | None = None, max_weight: int = MAX_WEIGHT) -> None:
         self._scheduler = scheduler
@@ -140,9 +146,14 @@ class StepLog:
         """Older first."""
         return tuple(self._segments)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a new segment is due."""
+        return not self._segments or self._segments[-1].weight >= self._max_weight
+
     def begin(self) -> None:
-        """Between two steps: begin a new segment if the last is full."""
-        if not self._segments or self._segments[-1].weight >= self._max_weight:
+        """Between two steps, with no plan in flight: begin a new segment if the last is full."""
+        if self.is_full:
             self._segments.append(Segment(state=self._scheduler.state(), entries=[]))
 
     def _note(self, entry: Entry, weight: int) -> None:
@@ -161,15 +172,16 @@ class StepLog:
         """Something changed between two steps."""
         self._note(command, ENTRY_WEIGHT)
 
-    def stepped(
-        self, now: float, plan: StepPlan, results: tuple[StepResult, ...], end: float, seconds: float = 0.0
-    ) -> None:
-        """A step was made."""
+    def planned(self, now: float, plan: StepPlan, ahead: bool = False) -> None:
+        """A step was planned."""
         stored = self._store.take_answers() if self._store is not None else ()
         weight = ENTRY_WEIGHT * (1 + len(plan.scheduled)) + plan.num_tokens
         weight += sum(len(admitted.token_ids) for admitted in plan.admitted)
-        weight += sum(len(result.embedding) for result in results) // BYTES_A_WEIGHT
-        self._note(Stepped(now, plan, stored, results, end, seconds), weight)
+        self._note(Planned(now, plan, stored, ahead), weight)
+
+    def updated(self, results: tuple[StepResult, ...], end: float, seconds: float = 0.0) -> None:
+        """The oldest plan that wasn't booked yet was."""
+        self._note(Updated(results, end, seconds), sum(len(result.embedding) for result in results) // BYTES_A_WEIGHT)
 
     def encoded(self) -> bytes:
         """The segments as MessagePack, for `decoded`."""
@@ -188,6 +200,7 @@ def replay(segment: Segment) -> Difference | None:
     """Drive a scheduler through a segment; the first plan that isn't the recorded one, or None."""
     store = _Answers()
     scheduler = Scheduler.from_state(segment.state, store)
+    unbooked: deque[StepPlan] = deque()
     num_steps = 0
     for entry in segment.entries:
         match entry:
@@ -197,13 +210,17 @@ def replay(segment: Segment) -> Difference | None:
                 scheduler.abort(entry.request_id)
             case Commanded():
                 _repeat(scheduler, entry)
-            case Stepped():
+            case Planned():
                 store.answers = deque(entry.stored)
-                plan = scheduler.schedule(entry.now)
+                plan = scheduler.schedule(entry.now, unbooked[-1] if entry.ahead else None)
                 if plan != entry.plan:
                     return Difference(step=num_steps, recorded=entry.plan, replayed=plan)
-                scheduler.update(plan, entry.results, entry.end, entry.seconds)
+                unbooked.append(plan)
                 num_steps += 1
+            case Updated():
+                plan = unbooked.popleft()
+                later = unbooked[0] if unbooked else None
+                scheduler.update(plan, entry.results, entry.end, entry.seconds, later)
     return None
 
 

@@ -10,7 +10,7 @@ from fuzz_device import Device, Memory, MemoryStore, text_of
 
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
-from paceline_engine.core.outputs import StepPlan
+from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.core.spec import SpeculationConfig
@@ -22,13 +22,20 @@ EOS = 0
 
 @dataclass
 class Client:
-    """Sends requests and aborts, and keeps the ledger of what came back. Its clock ticks once a step."""
+    """Sends requests and aborts, and keeps the ledger of what came back. Its clock ticks once a step.
+
+    overlapped: plans are made, as far as may be, before the last one's results are known. The device computes a plan at
+    any time until its results are needed.
+    """
 
     rng: random.Random
     scheduler: Scheduler
     device: Device
     store: MemoryStore | None = None
     log: StepLog | None = None
+    overlapped: bool = False
+    in_flight: StepPlan | None = None
+    executed: list[StepResult] | None = None
     now: float = 0.0
     started: dict[str, AddRequest] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
@@ -95,19 +102,34 @@ class Client:
         )
         self.started[name] = message
         self.device.announce(message)
+        self.send(message)
+
+    def reuse(self) -> None:
+        """The request that ended last once more, under the same id, which may be part of a plan in flight."""
+        if self.ended:
+            name, _ = self.ended.popitem()
+            self.delivered.pop(name, None)
+            self.send(self.started[name])
+
+    def send(self, message: AddRequest) -> None:
         if self.log is not None:
             self.log.added(message, self.now)
         self.take(self.scheduler.add(message, self.now))
 
     def disturb(self) -> None:
-        """Something that is no step: an abort, a reset, a nap."""
+        """Something that is no step: an abort, an id that is used again, a reset, a nap."""
         what = self.rng.random()
-        if what < 0.8 and self.started:
+        if what < 0.7 and self.started:
             self.abort()
+        elif what < 0.8 and self.started:
+            self.abort()
+            self.reuse()
         elif what < 0.95:
+            self.settle()
             self.command("reset_prefix_cache")
             self.scheduler.reset_prefix_cache()
         else:
+            self.settle()
             self.command("sleep")
             for output in self.scheduler.sleep():
                 self.take(output)
@@ -126,25 +148,46 @@ class Client:
 
     def step(self) -> StepPlan:
         if self.log is not None:
+            if self.log.is_full:
+                self.settle()
             self.log.begin()
-        num_preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule(self.now)
+        if not (self.overlapped and self.scheduler.can_plan_ahead()):
+            self.settle()
+        num_preemptions, last = self.scheduler.num_preemptions, self.in_flight
+        plan = self.scheduler.schedule(self.now, last)
         config = self.scheduler.config
         if self.scheduler.num_preemptions > num_preemptions:
             assert not plan.admitted, "let in where somebody was just thrown out"
+            assert last is None, "thrown out before results were known"
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.scheduled) <= config.max_num_seqs
         assert all(1 <= item.num_tokens <= config.prefill_chunk_tokens for item in plan.scheduled)
-        results = self.device.execute(plan)
         if self.log is not None:
-            self.log.stepped(self.now, plan, tuple(results), self.now + 1.0, 1.0)
-        elif self.started and self.rng.random() < 0.1:
-            self.abort()  # While the step runs, which the log of a loop that doesn't do so can't tell.
+            self.log.planned(self.now, plan, last is not None)
+        if last is not None:
+            self.book(last, plan)
+        self.in_flight, self.executed = plan, None
+        if self.rng.random() < 0.5:
+            self.executed = self.device.execute(plan)
+        if not self.overlapped:
+            if self.started and self.rng.random() < 0.1:
+                self.abort()  # While the step runs.
+            self.settle()
+        return plan
+
+    def settle(self) -> None:
+        last, self.in_flight = self.in_flight, None
+        if last is not None:
+            self.book(last, None)
+
+    def book(self, plan: StepPlan, later: StepPlan | None) -> None:
+        results = self.executed if self.executed is not None else self.device.execute(plan)
         self.now += 1.0
-        for output in self.scheduler.update(plan, results, self.now, 1.0):
+        if self.log is not None:
+            self.log.updated(tuple(results), self.now, 1.0)
+        for output in self.scheduler.update(plan, results, self.now, 1.0, later):
             self.take(output)
         self.scheduler.check_integrity()
-        return plan
 
 
 def make_client(seed: int, log_weight: int | None = None) -> Client:
@@ -160,7 +203,7 @@ def make_client(seed: int, log_weight: int | None = None) -> Client:
         scheduling_policy=rng.choice(("priority", "priority", "fcfs")),
         batching=rng.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
         batch_wait_s=rng.choice((0.0, 2.5)),
-        num_scheduler_steps=rng.choice((1, 2, 3, 8)),
+        num_scheduler_steps=rng.choice((1, 1, 2, 3, 8)),
     )
     speculation = SpeculationConfig(
         method=rng.choice(("none", "none", "ngram", "draft")), num_tokens=rng.choice((None, 3)), min_n=1, max_n=3
@@ -174,4 +217,4 @@ def make_client(seed: int, log_weight: int | None = None) -> Client:
     scheduler = Scheduler(config, kv, (EOS,), speculation)
     scheduler.set_adapter("style", "digest")
     log = StepLog(scheduler, recorded, log_weight) if log_weight is not None else None
-    return Client(rng, scheduler, Device(rng, memory), store, log)
+    return Client(rng, scheduler, Device(rng, memory), store, log, overlapped=rng.random() < 0.5)

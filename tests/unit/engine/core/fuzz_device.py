@@ -6,7 +6,9 @@ import random
 from collections.abc import Sequence
 from zlib import crc32
 
-from paceline_engine.core.outputs import ScheduledRequest, StepPlan, StepResult
+from msgspec.structs import replace
+
+from paceline_engine.core.outputs import UNKNOWN, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.messages import AddRequest, TokenLogprobs
 from paceline_engine.rounds import in_rounds
@@ -86,7 +88,7 @@ class Device:
         self._prompt_logprobs: dict[str, int] = {}
         self._tables: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}
-        self._end: dict[str, int] = {}
+        self._end: dict[str, int | None] = {}
 
     def announce(self, message: AddRequest) -> None:
         """What the client knows and the plan doesn't say: whose KV it is."""
@@ -117,10 +119,12 @@ class Device:
         """The contents of the share's slots, which are now in memory."""
         name, table = item.request_id, self._tables[item.request_id]
         known = self._tokens[name]
+        if item.token_ids[-1] == UNKNOWN:  # A row that has failed may take any.
+            item = replace(item, token_ids=known[item.start : item.end] or [0])
         table += item.new_block_ids
         assert len(table) * self._memory.block_size >= item.end + item.num_steps - 1
         assert item.token_ids[: len(known) - item.start] == known[item.start : item.num_known_tokens]
-        assert fresh or item.start == self._end[name], "a gap or an overlap in computed tokens"
+        assert fresh or self._end[name] in (item.start, None), "a gap or an overlap in computed tokens"
         content = self._root[name]
         contents: list[int] = []
         check = fresh or self._rng.random() < 0.1
@@ -141,7 +145,7 @@ class Device:
     def _answer(self, item: ScheduledRequest, contents: list[int]) -> StepResult | None:
         rng, name = self._rng, item.request_id
         if rng.random() < 0.01:
-            self._end[name] = item.start
+            self._end[name] = None  # A further step is made again; a plan that is in flight already goes on.
             return StepResult(name, error="not finite")
         last = self._prompt_logprobs.get(name, 0) - 1
         prompt = tuple(TokenLogprobs(position + 1, -1.0, 1) for position in range(item.start, min(item.end, last)))

@@ -37,13 +37,20 @@ class Run:
     scheduler: Scheduler
     messages: list[Sequence[ToCore]]
     backend: Any = None
+    overlapped: bool = False
     sent: list[StepOutputs] = field(default_factory=list)
     now: float = 0.0
 
     def __post_init__(self) -> None:
         if self.backend is None:
             self.backend = SimulatedBackend(vocab_size=30, seed=1, alpha_ms=10.0, beta_ms=1.0, sleep=self._sleep)
-        core = Core(scheduler=self.scheduler, backend=self.backend, max_model_len=64, namespace_digest="00" * 32)
+        core = Core(
+            scheduler=self.scheduler,
+            backend=self.backend,
+            max_model_len=64,
+            namespace_digest="00" * 32,
+            overlapped=self.overlapped,
+        )
         self._inbox: list[ToCore] = []
         CoreLoop(core, self._receive, self._keep, clock=lambda: self.now).run()
 

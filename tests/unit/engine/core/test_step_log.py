@@ -15,7 +15,7 @@ from paceline_engine.core.outputs import StepPlan
 from paceline_engine.core.request import Request
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.state import RequestState
-from paceline_engine.core.step_log import Segment, StepLog, Stepped, decoded, replay
+from paceline_engine.core.step_log import Planned, Segment, StepLog, decoded, replay
 
 
 def logged_run(seed: int, weight: int) -> Client:
@@ -41,7 +41,7 @@ def test_a_replay_makes_every_decision_again(batch):
         assert 1 <= len(segments) <= 2
         for segment in segments:
             assert replay(segment) is None, f"seed {seed}"
-            steps = [entry for entry in segment.entries if isinstance(entry, Stepped) and entry.plan.scheduled]
+            steps = [entry for entry in segment.entries if isinstance(entry, Planned) and entry.plan.scheduled]
             num_steps += len(steps)
             num_later += len(steps) if segment.state.requests else 0
     assert num_steps > 500
@@ -57,11 +57,11 @@ def test_a_replay_notices_another_decision():
     before = StepLog(scheduler)
     before.begin()
     plan = scheduler.schedule()
-    before.stepped(0.0, plan, (), 0.0)
+    before.planned(0.0, plan)
     segment = before.segments[0]
     assert replay(segment) is None
     (entry,) = segment.entries
-    assert isinstance(entry, Stepped)
+    assert isinstance(entry, Planned)
     other = msgspec.structs.replace(entry.plan, scheduled=entry.plan.scheduled[:1])
     segment.entries[0] = msgspec.structs.replace(entry, plan=other)
     difference = replay(segment)
@@ -76,7 +76,8 @@ def test_the_log_is_bounded():
         log.begin()
         add(scheduler, str(number), 4, 1)
         plan, _ = step(scheduler)
-        log.stepped(0.0, plan, (), 0.0)
+        log.planned(0.0, plan)
+        log.updated((), 0.0)
     assert len(log.segments) == 2
     assert sum(len(segment.entries) for segment in log.segments) < 30
 
@@ -109,7 +110,7 @@ def test_the_command_line_replays_a_log(tmp_path):
     assert log is not None
     path.write_bytes(log.encoded())
     segment = log.segments[-1]
-    at = next(i for i, entry in enumerate(segment.entries) if isinstance(entry, Stepped) and entry.plan.scheduled)
+    at = next(i for i, entry in enumerate(segment.entries) if isinstance(entry, Planned) and entry.plan.scheduled)
     segment.entries[at] = msgspec.structs.replace(segment.entries[at], plan=StepPlan())
     broken.write_bytes(log.encoded())
     good, bad, none = (CliRunner().invoke(app, ["replay", str(name)]) for name in (path, broken, tmp_path / "none"))
@@ -120,4 +121,4 @@ def test_the_command_line_replays_a_log(tmp_path):
 
 
 def at_step(segment: Segment, at: int) -> int:
-    return sum(isinstance(entry, Stepped) for entry in segment.entries[:at])
+    return sum(isinstance(entry, Planned) for entry in segment.entries[:at])

@@ -129,6 +129,21 @@ def test_answers_equal_the_reference(cpu_core, tiny, prompts_for):
     assert last.stats.step_seconds > 0
 
 
+@pytest.mark.parametrize("loop", [{"num_scheduler_steps": 4}, {"async_scheduling": True}], ids=["steps", "overlapped"])
+def test_the_other_loops_answer_alike(model_dir, tmp_path, tiny, prompts_for, loop):
+    config = EngineConfig(model_dir=str(model_dir), kv_cache_bytes=1 << 20, prefill_chunk_tokens=8, **loop)
+    prompts = {str(i): prompt for i, prompt in enumerate(prompts_for(3, tiny.config.vocab_size, seed=8))}
+    with running_core(config, tmp_path) as core:
+        assert isinstance(core.receive(), CoreReady)
+        for name, prompt in prompts.items():
+            core.add(name, prompt, 12)
+        tokens, _, last = core.finish(*prompts)
+        assert tokens == {name: tiny.reference_tokens(prompt, 12) for name, prompt in prompts.items()}
+        assert last.stats.num_free_blocks == last.stats.num_blocks
+        core.send(Shutdown())
+        assert core.process.wait(DEADLINE) == 0
+
+
 def test_a_warm_cache_gives_the_same_answers_until_it_is_reset(cpu_core, tiny, prompts_for):
     (prompt,) = prompts_for(1, tiny.config.vocab_size, seed=5, longest=40)
     prompt = (prompt * 40)[:40]
