@@ -96,7 +96,7 @@ class Commands:
         """Level 1 is refused while requests are live, level 2 ends them first."""
         if level not in ("1", "2"):
             raise ValueError(f"sleep level must be 1 or 2, not {level!r}")
-        if self._scheduler.asleep:
+        if self._scheduler.arrivals.asleep:
             return []
         live = self._scheduler.num_running + self._scheduler.num_waiting
         if live and level == "1":
@@ -114,7 +114,7 @@ class Commands:
         return outputs
 
     def _wake(self) -> None:
-        if self._scheduler.asleep:
+        if self._scheduler.arrivals.asleep:
             if isinstance(self._backend, ReleasesKV):
                 self._backend.allocate_kv()
             self._log.commanded(Commanded("wake"))
@@ -126,7 +126,7 @@ class Commands:
         self._remove_adapter(name)  # A live request must not change weights halfway.
         digest = self._backend.load_adapter(name, path)
         self._log.commanded(Commanded("set_adapter", name, digest))
-        self._scheduler.set_adapter(name, digest)
+        self._scheduler.arrivals.set_adapter(name, digest)
         return digest
 
     def _unload_adapter(self, name: str) -> None:
@@ -136,7 +136,7 @@ class Commands:
         self._backend.unload_adapter(name)
 
     def _remove_adapter(self, name: str) -> None:
-        self._scheduler.remove_adapter(name)
+        self._scheduler.arrivals.remove_adapter(name)
         self._log.commanded(Commanded("remove_adapter", name))
 
 

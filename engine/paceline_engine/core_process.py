@@ -161,11 +161,11 @@ class CoreLoop:
             step_alpha_seconds=speed.alpha,
             step_beta_seconds=speed.beta,
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
-            num_deadline_refusals=scheduler.num_deadline_refusals,
+            num_deadline_refusals=scheduler.arrivals.num_deadline_refusals,
             num_deadline_misses=scheduler.num_deadline_misses,
-            num_queue_refusals=scheduler.num_queue_refusals,
+            num_queue_refusals=scheduler.arrivals.num_queue_refusals,
             waiting_reasons=scheduler.waiting_reasons(),
-            asleep=scheduler.asleep,
+            asleep=scheduler.arrivals.asleep,
             device=dict(self._backend.stats),
         )
 

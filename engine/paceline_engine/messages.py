@@ -144,7 +144,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     and prefix_hit_tokens: of admitted requests' prompts. spec_accepted_per_position: how often the first, second, ...
     guess was kept. num_deadline_refusals were refused on arrival, num_deadline_misses cut. waiting_reasons: waiting
     requests by what they wait for. A step of n tokens takes about step_alpha_seconds + step_beta_seconds * n;
-    prefill_tokens_per_second is measured; all three are 0 until known. device: the backend's own counters.
+    prefill_tokens_per_second is measured; all three are 0 until known. num_steps: round trips to the device, which took
+    step_seconds. device: the backend's own counters.
     """
 
     num_running: int = 0

@@ -14,15 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from paceline_engine.core.admission import (
-    Refusal,
-    SchedulerConfig,
-    num_blocks_at_risk,
-    num_worth_waiting_for,
-    why_impossible,
-    why_too_late,
-)
+from paceline_engine.core.admission import SchedulerConfig, num_blocks_at_risk, num_worth_waiting_for
 from paceline_engine.core.ahead import assume, needs_results, room_ahead, steps_made, with_more_steps
+from paceline_engine.core.arrivals import Arrivals
 from paceline_engine.core.batching import BatchGate
 from paceline_engine.core.block_pool import BlockPoolError
 from paceline_engine.core.deadlines import missed_text
@@ -44,8 +38,7 @@ class Scheduler:
     """Owns every live request. Call order: add/abort any number of times, then schedule, then update.
 
     Ahead, a plan's update comes when the next one has been scheduled; nothing else may be called between those two.
-    num_deadline_refusals, num_queue_refusals: requests refused on arrival; num_deadline_misses: cut later.
-    num_scheduled_tokens: computed until now.
+    num_deadline_misses: requests that were cut. num_scheduled_tokens: computed until now.
     """
 
     def __init__(
@@ -59,16 +52,11 @@ class Scheduler:
         self.kv = kv
         self.speed = StepSpeed(config.prefill_chunk_tokens)
         self.speculation = SpeculationPolicy(speculation or SpeculationConfig())
-        self.asleep = False
         self.num_preemptions = 0
-        self.num_deadline_refusals = 0
         self.num_deadline_misses = 0
-        self.num_queue_refusals = 0
         self.num_scheduled_tokens = 0
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._adapters: dict[str, str] = {}
-        self._num_arrivals = 0
         self._live = LiveRequests(config.scheduling_policy, kv)
+        self.arrivals = Arrivals(config, kv, self._live, self.speed, eos_token_ids)
         self._requests, self._deadlines = self._live.by_id, self._live.deadlines
         self._running, self._waiting = self._live.running, self._live.waiting
         self._gate = BatchGate(config.batching, config.max_num_seqs, config.batch_wait_s)
@@ -105,51 +93,13 @@ class Scheduler:
         if known is not None:
             # Two requests under one id can't both be answered; ending the id once keeps "one terminal output" true.
             return self._live.finish(known, "error", "the request id is already in use; ids must be unique", "invalid")
-        self._num_arrivals += 1
-        request = Request.from_message(
-            message,
-            max_model_len=self.config.max_model_len,
-            eos_token_ids=self._eos_token_ids,
-            adapter_digest=self._adapters.get(message.adapter or "", ""),
-            arrival=self._num_arrivals,
-            now=now,
-        )
-        refusal = self._why_refused(request, now)
+        request = self.arrivals.request_of(message, now)
+        refusal = self.arrivals.why_refused(request, now)
         if refusal is not None:
             kind, text = refusal
             return RequestOutput(request_id=message.request_id, finish_reason="error", error=text, error_kind=kind)
         self._live.add(request)
         return None
-
-    def _why_refused(self, request: Request, now: float) -> Refusal | None:
-        problem = why_impossible(request, self.config, self.kv)
-        limit = self.config.max_num_waiting
-        if self.asleep:
-            return "asleep", "the engine sleeps; wake it first"
-        if request.adapter is not None and request.adapter not in self._adapters:
-            return "invalid", f"the adapter {request.adapter!r} isn't loaded"
-        if problem is not None:
-            return "invalid", problem
-        if len(self._waiting) >= limit:
-            self.num_queue_refusals += 1
-            return "queue_full", f"the engine's queue is full ({limit} requests); try again later"
-        if request.ttft_deadline is None and request.e2e_deadline is None:
-            return None
-        ahead = [*self._running, *self._waiting.before(request)]
-        problem = why_too_late(request, ahead, self.kv, self.speed, now)
-        self.num_deadline_refusals += problem is not None
-        return None if problem is None else ("deadline", problem)
-
-    def set_adapter(self, name: str, digest: str) -> None:
-        """Requests may name this adapter from now on; its content's `digest` becomes part of block identity."""
-        self._adapters[name] = digest
-
-    def remove_adapter(self, name: str) -> None:
-        """Requests that name this adapter are refused from now on. Raises ValueError while one is live."""
-        users = sum(1 for request in self._requests.values() if request.adapter == name)
-        if users:
-            raise ValueError(f"{users} requests use the adapter {name!r}; try again when they have ended")
-        self._adapters.pop(name, None)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; its terminal "abort" output, or None if it ended before."""
@@ -168,12 +118,12 @@ class Scheduler:
         """End every live request and refuse new ones until `wake`: the device may lose its KV meanwhile."""
         outputs = self.abort_all()
         self.reset_prefix_cache()
-        self.asleep = True
+        self.arrivals.asleep = True
         return outputs
 
     def wake(self) -> None:
         """Accept requests again."""
-        self.asleep = False
+        self.arrivals.asleep = False
 
     def can_plan_ahead(self) -> bool:
         """Whether the next step may be planned before the results of the last one are known."""
@@ -258,7 +208,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float) -> None:
-        self._gate.begin_step(len(self._running), self._waiting, self._num_arrivals, now)
+        self._gate.begin_step(len(self._running), self._waiting, self.arrivals.count, now)
         reserved = sum(self.kv.num_missing_blocks(request, request.num_tokens) for request in self._running)
         limit = self.config.max_preemptions
         self._has_settled = any(request.num_preemptions >= limit for request in self._running)
@@ -382,10 +332,11 @@ class Scheduler:
         results = {result.request_id: result for result in sampled}
         # Of ids that ended with this step under way and came back.
         newcomers = {admitted.request_id for admitted in later.admitted} if later is not None else ()
+        result_of, find, running = results.get, self._requests.get, RequestStatus.RUNNING
         for item in plan.scheduled:
-            result = results.get(item.request_id)
-            request = self._requests.get(item.request_id)
-            if request is None or request.status is not RequestStatus.RUNNING or item.request_id in newcomers:
+            request_id = item.request_id
+            result, request = result_of(request_id), find(request_id)
+            if request is None or request.status is not running or request_id in newcomers:
                 continue  # Ended while the step ran.
             if result is not None:
                 if result.error is not None:
@@ -470,14 +421,14 @@ class Scheduler:
         return SchedulerState(
             config=self.config,
             speculation=self.speculation.config,
-            eos_token_ids=tuple(sorted(self._eos_token_ids)),
+            eos_token_ids=tuple(sorted(self.arrivals.eos_token_ids)),
             block_size=self.kv.block_size,
             num_blocks=self.kv.pool.num_blocks,
             has_cache=cache is not None,
             has_store=self.kv.store is not None,
-            asleep=self.asleep,
-            adapters=dict(self._adapters),
-            num_arrivals=self._num_arrivals,
+            asleep=self.arrivals.asleep,
+            adapters=dict(self.arrivals.adapters),
+            num_arrivals=self.arrivals.count,
             released=tuple(self._live.released),
             requests=tuple(map(request_to_state, self._requests.values())),
             free_block_ids=free,
@@ -494,9 +445,9 @@ class Scheduler:
     def from_state(cls, state: SchedulerState, store: SequenceStore | None = None) -> Scheduler:
         """A scheduler that decides as the one that gave `state` will. `store` is used if that one had a store."""
         made = cls(state.config, kv_from_state(state, store), state.eos_token_ids, state.speculation)
-        made.asleep = state.asleep
-        made._adapters = dict(state.adapters)
-        made._num_arrivals = state.num_arrivals
+        made.arrivals.asleep = state.asleep
+        made.arrivals.adapters = dict(state.adapters)
+        made.arrivals.count = state.num_arrivals
         made._live.restore(map(request_from_state, state.requests), state.released)
         made.speed.restore(state.speed)
         made.speculation.restore(state.guess_cost, state.classes)

@@ -233,6 +233,6 @@ def _repeat(scheduler: Scheduler, command: Commanded) -> None:
         case "wake":
             scheduler.wake()
         case "set_adapter":
-            scheduler.set_adapter(command.name, command.value)
+            scheduler.arrivals.set_adapter(command.name, command.value)
         case "remove_adapter":
-            scheduler.remove_adapter(command.name)
+            scheduler.arrivals.remove_adapter(command.name)

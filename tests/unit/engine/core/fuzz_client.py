@@ -215,6 +215,6 @@ def make_client(seed: int, log_weight: int | None = None) -> Client:
     recorded = RecordingStore(store) if store is not None else None
     kv = KVManager(pool, block_size, recorded, PrefixCache(pool, block_size, cached) if cached else None)
     scheduler = Scheduler(config, kv, (EOS,), speculation)
-    scheduler.set_adapter("style", "digest")
+    scheduler.arrivals.set_adapter("style", "digest")
     log = StepLog(scheduler, recorded, log_weight) if log_weight is not None else None
     return Client(rng, scheduler, Device(rng, memory), store, log, overlapped=rng.random() < 0.5)

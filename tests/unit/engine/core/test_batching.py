@@ -218,15 +218,15 @@ def test_a_full_queue_is_told_apart():
     refused = add(scheduler, "b", 4)
     assert refused is not None
     assert refused.error_kind == "queue_full"
-    assert scheduler.num_queue_refusals == 1
+    assert scheduler.arrivals.num_queue_refusals == 1
 
 
 def test_an_adapter_in_use_is_not_taken_away():
     scheduler = make()
-    scheduler.set_adapter("style", "digest")
+    scheduler.arrivals.set_adapter("style", "digest")
     add(scheduler, "a", 4, adapter="style")
     with pytest.raises(ValueError, match="1 requests use the adapter"):
-        scheduler.remove_adapter("style")
+        scheduler.arrivals.remove_adapter("style")
     finish_all(scheduler)
-    scheduler.remove_adapter("style")
+    scheduler.arrivals.remove_adapter("style")
     assert add(scheduler, "b", 4, adapter="style") is not None

@@ -26,7 +26,7 @@ def test_a_deadline_that_prefill_cannot_meet_is_refused_on_arrival():
     assert (refused.finish_reason, refused.error_kind) == ("error", "deadline")
     assert "would take 2 s (200 prompt tokens at 100 tokens/s) and the deadline allows 1.5 s" in str(refused.error)
     assert add(scheduler, "in time", 200, now=10.0, ttft_s=2.5) is None
-    assert scheduler.num_deadline_refusals == 1
+    assert scheduler.arrivals.num_deadline_refusals == 1
 
 
 def test_prompts_ahead_count_and_those_behind_do_not():

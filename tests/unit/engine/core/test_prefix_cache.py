@@ -116,7 +116,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone(index):
 @pytest.mark.parametrize("options", [{"salt": "other"}, {"adapter": "style"}, {"salt": "style"}])
 def test_other_tenants_and_adapters_find_nothing(index, options):
     scheduler = make(cache=index)
-    scheduler.set_adapter("style", "style")
+    scheduler.arrivals.set_adapter("style", "style")
     run(scheduler, "a", LONG)
     assert run(scheduler, "b", LONG, **options) == 0
     assert run(scheduler, "c", LONG, **options) == 16
@@ -125,11 +125,11 @@ def test_other_tenants_and_adapters_find_nothing(index, options):
 
 def test_an_adapter_with_other_weights_under_the_same_name_finds_nothing(index):
     scheduler = make(cache=index)
-    scheduler.set_adapter("style", "digest-1")
+    scheduler.arrivals.set_adapter("style", "digest-1")
     run(scheduler, "a", LONG, adapter="style")
-    scheduler.set_adapter("style", "digest-2")
+    scheduler.arrivals.set_adapter("style", "digest-2")
     assert run(scheduler, "b", LONG, adapter="style") == 0
-    scheduler.set_adapter("style", "digest-1")
+    scheduler.arrivals.set_adapter("style", "digest-1")
     assert run(scheduler, "c", LONG, adapter="style") == 16
 
 

@@ -83,7 +83,7 @@ def add(loop, request_id: str, prompt: list[int], count: int, adapter: str | Non
 
 def load(loop, name: str, folder: Path) -> str:
     digest = loop.runner._decoder.adapters.load(name, folder)
-    loop.scheduler.set_adapter(name, digest)
+    loop.scheduler.arrivals.set_adapter(name, digest)
     return digest
 
 
