@@ -24,9 +24,11 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from paceline_engine import core_process
 from paceline_engine.config import EngineConfig
+from paceline_engine.core_grammars import Constraint, CoreGrammars
 from paceline_engine.messages import (
     AbortRequest,
     AddRequest,
@@ -158,6 +160,8 @@ class CoreClient:
         self._last_heard = clock()
         self._commands: dict[str, asyncio.Future[CommandResult]] = {}
         self._command_ids = itertools.count()
+        self.grammars = CoreGrammars(self._send, self._ask)
+        self._grammar_of: dict[str, int] = {}
         self._stopping = False
         self._failure: str | None = None
         self._reader = loop.create_task(self._read())
@@ -177,12 +181,15 @@ class CoreClient:
         """Seconds since the core last said anything; a live core speaks about twice a second."""
         return self._clock() - self._last_heard
 
-    def submit(self, request: AddRequest) -> RequestStream:
-        """Send a request. Raises CoreError if the core is not serving, QueueFull if too many are live."""
+    def submit(self, request: AddRequest, constraint: Constraint | None = None) -> RequestStream:
+        """Send a request, and say which grammar it follows. Raises CoreError if the core is not serving, QueueFull."""
         if self.dead.done() or not self.ready.done():
             raise CoreError("the engine core is not running")
         if not self.room_for(1):
             raise QueueFull(f"{len(self._streams)} requests are live")
+        if constraint is not None:
+            grammar_id = self._grammar_of[request.request_id] = self.grammars.hold(constraint)
+            request = replace(request, grammar_id=grammar_id)
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
         self._send(request)
         return stream
@@ -203,16 +210,22 @@ class CoreClient:
             raise CoreError("the engine core is not running")
         if len(self._commands) >= MAX_COMMANDS:
             raise CoreError(f"{len(self._commands)} commands wait for the engine core: try again later")
-        command = Command(command_id=str(next(self._command_ids)), name=name, arguments=arguments)
-        answer = self._commands[command.command_id] = asyncio.get_running_loop().create_future()
-        self._send(command)
-        try:
-            result = await answer
-        finally:
-            self._commands.pop(command.command_id, None)
+        result = await self._ask(lambda command_id: Command(command_id=command_id, name=name, arguments=arguments))
         if result.error is not None:
             raise CoreError(result.error)
         return result.values
+
+    def _ask(self, make: Callable[[str], ToCore]) -> asyncio.Future[CommandResult]:
+        """Send a message that is answered by its id; the answer to come."""
+        command_id = str(next(self._command_ids))
+        answer: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
+        if self.dead.done():
+            answer.set_result(CommandResult(command_id=command_id, error=self.dead.result()))
+            return answer
+        self._commands[command_id] = answer
+        answer.add_done_callback(lambda _: self._commands.pop(command_id, None))
+        self._send(make(command_id))
+        return answer
 
     async def stop(self) -> None:
         """Ask the core to leave, kill it if it doesn't, end what is live."""
@@ -255,6 +268,8 @@ class CoreClient:
         for output in step.outputs:
             done = output.finish_reason is not None
             stream = self._streams.pop(output.request_id, None) if done else self._streams.get(output.request_id)
+            if done and output.request_id in self._grammar_of:
+                self.grammars.release(self._grammar_of.pop(output.request_id))
             if stream is not None:
                 stream.put(Arrival(output, self._last_heard))
         for result in step.results:

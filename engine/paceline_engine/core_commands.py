@@ -6,7 +6,7 @@ to do for one is a small Protocol, so a device that can't is refused by name. Im
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from paceline_engine.backends.base import Backend
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.step_log import Commanded, StepLog
-from paceline_engine.messages import Command, CommandResult, RequestOutput
+from paceline_engine.messages import Command, CommandResult, DropGrammar, LoadGrammar, PrepareGrammars, RequestOutput
 
 
 @runtime_checkable
@@ -41,6 +41,55 @@ class LoadsAdapters(Protocol):
     def unload_adapter(self, name: str) -> None:
         """Drop an adapter. Raises ValueError with one line."""
         ...
+
+
+class LoadsGrammars(Protocol):
+    """Loads grammars beside the steps, in a thread of its own; calls return at once."""
+
+    def prepare(self, vocabulary: bytes) -> None:
+        """Get ready, with the serialised vocabulary if there is one."""
+        ...
+
+    def load(self, grammar_id: int, grammar: bytes, done: Callable[[int, str | None], None]) -> None:
+        """Load a grammar; `done` is called in that thread with its bytes in memory or why it can't be loaded."""
+        ...
+
+    def drop(self, grammar_id: int) -> None:
+        """Forget a grammar."""
+        ...
+
+
+@runtime_checkable
+class FollowsConstraints(Protocol):
+    """A device whose requests can name grammars."""
+
+    @property
+    def grammars(self) -> LoadsGrammars:
+        """What loads them."""
+        ...
+
+
+def handle_grammar(
+    backend: Backend, message: PrepareGrammars | LoadGrammar | DropGrammar, post: Callable[[CommandResult], None]
+) -> None:
+    """Pass on what concerns grammars. post: takes a LoadGrammar's result, in any thread."""
+    if not isinstance(backend, FollowsConstraints):
+        if isinstance(message, LoadGrammar):
+            post(CommandResult(command_id=message.command_id, error="this device can't follow constraints"))
+        return
+    match message:
+        case PrepareGrammars():
+            backend.grammars.prepare(message.vocabulary)
+        case LoadGrammar(command_id=command_id):
+            backend.grammars.load(
+                message.grammar_id,
+                message.grammar,
+                lambda num_bytes, error: post(
+                    CommandResult(command_id=command_id, values={"bytes": num_bytes}, error=error)
+                ),
+            )
+        case DropGrammar():
+            backend.grammars.drop(message.grammar_id)
 
 
 class Commands:

@@ -25,7 +25,7 @@ import zmq
 
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.step_log import RecordingStore, StepLog
-from paceline_engine.core_commands import Commands
+from paceline_engine.core_commands import Commands, FollowsConstraints, handle_grammar
 from paceline_engine.core_loop import OverlappedSteps, Steps
 from paceline_engine.core_setup import Core, build_core
 from paceline_engine.messages import (
@@ -36,7 +36,10 @@ from paceline_engine.messages import (
     CoreFailed,
     CoreReady,
     CoreStats,
+    DropGrammar,
     FromCore,
+    LoadGrammar,
+    PrepareGrammars,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -46,6 +49,7 @@ from paceline_engine.messages import (
 HEARTBEAT_SECONDS = 0.5
 PARENT_CHECK_SECONDS = 0.5
 MAX_MESSAGES_PER_STEP = 4096
+INTERNAL_ADDRESS = "inproc://inbox"
 CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
 _PR_SET_PDEATHSIG = 1
 CONNECT_TIMEOUT_MS = 30_000
@@ -54,7 +58,10 @@ logger = logging.getLogger(__name__)
 
 
 class CoreLoop:
-    """The loop over a loaded core. `receive(seconds)` gives the next message or None; `clock` gives seconds."""
+    """The loop over a loaded core. `receive(seconds)` gives the next message or None; `clock` gives seconds.
+
+    post: gives `receive` a message, from any thread.
+    """
 
     def __init__(
         self,
@@ -62,7 +69,9 @@ class CoreLoop:
         receive: Callable[[float], ToCore | None],
         send: Callable[[FromCore], None],
         clock: Callable[[], float] = time.monotonic,
+        post: Callable[[CommandResult], None] = lambda _: None,
     ) -> None:
+        self._post = post
         self._scheduler = core.scheduler
         self._backend = core.backend
         store = core.scheduler.kv.store
@@ -131,6 +140,10 @@ class CoreLoop:
             case AbortRequest():
                 self._log.aborted(message.request_id)
                 answer = self._scheduler.abort(message.request_id)
+            case PrepareGrammars() | LoadGrammar() | DropGrammar():
+                handle_grammar(self._backend, message, self._post)
+            case CommandResult():
+                results.append(message)
             case Shutdown():
                 self._stopping = True
         if answer is not None:
@@ -201,6 +214,7 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     monitor = inbox.get_monitor_socket(zmq.EVENT_CONNECTED)
     inbox.connect(address_in)
+    inbox.bind(INTERNAL_ADDRESS)
     outbox.connect(address_out)
     decoder = msgspec.msgpack.Decoder(ToCore)
     encoder = msgspec.msgpack.Encoder()
@@ -220,7 +234,7 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
             raise ValueError("the API process can't be reached; start the engine again")
         inbox.disable_monitor()
         send(_ready(core, time.monotonic() - begin))
-        CoreLoop(core, receive, send).run()
+        CoreLoop(core, receive, send, post=_poster(context)).run()
     except Exception as error:
         logger.exception("the engine core failed")
         send(CoreFailed(message=_one_line(error)))
@@ -230,6 +244,20 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
     return 0
 
 
+def _poster(context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[CommandResult], None]:
+    """Puts a message into this process's own inbox. Sockets belong to one thread, so each thread gets one."""
+    local = threading.local()
+    encoder = msgspec.msgpack.Encoder()
+
+    def post(message: CommandResult) -> None:
+        if not hasattr(local, "socket"):
+            local.socket = context.socket(zmq.PUSH)
+            local.socket.connect(INTERNAL_ADDRESS)
+        local.socket.send(encoder.encode(message))
+
+    return post
+
+
 def _ready(core: Core, load_seconds: float) -> CoreReady:
     return CoreReady(
         num_blocks=core.scheduler.kv.pool.num_blocks,
@@ -237,6 +265,7 @@ def _ready(core: Core, load_seconds: float) -> CoreReady:
         max_model_len=core.max_model_len,
         namespace_digest=core.namespace_digest,
         load_seconds=load_seconds,
+        follows_constraints=isinstance(core.backend, FollowsConstraints),
     )
 
 

@@ -1,7 +1,8 @@
 """Constrained decoding on the device: compiled grammars, a request's place in its own, masks of what may follow.
 
-xgrammar (Dong et al., arXiv 2411.15100) matches; grammars arrive compiled, by `Constraint`. Loaded with the first
-constrained request, so that an engine without constraints never imports it. The core process only.
+xgrammar (Dong et al., arXiv 2411.15100) matches; grammars arrive compiled. They, the vocabulary and the package itself
+are loaded in a thread of their own, so that no step waits for them; with the first constraint, so that an engine
+without constraints never imports it. Who sends them owns the bound (`core_grammars`). The core process only.
 
 A request may end only where its grammar may: at the model's end-of-sequence tokens and the request's own stop tokens
 alike. Time spent on masks and on state is counted apart. All requests wait for each one's grammar, and the work of an
@@ -15,21 +16,19 @@ import time
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline_engine.messages import Constraint
 from paceline_engine.sampling.noise import Float32Array
 from paceline_engine.sampling.row import RowError
 
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_GRAMMAR_BYTES = 64 * 1024 * 1024
-MAX_GRAMMARS = 256
 # Of this thread's time: what a request's grammar may take, and how much more with each token. Found out after a call,
 # but the work of one call is at most a few times that of the call before.
 MAX_SECONDS = 0.5
@@ -44,7 +43,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class GrammarStats:
-    """Totals since start. Seconds; masks_shared were found ready-made, masks_built were not."""
+    """Totals since start. Seconds; masks_shared were found ready-made, masks_built were not.
+
+    waited: grammars that a step had to wait for, since their request came before they were loaded.
+    """
 
     mask_build_seconds: float = 0.0
     state_update_seconds: float = 0.0
@@ -52,7 +54,7 @@ class GrammarStats:
     masks_built: int = 0
     masks_shared: int = 0
     loaded: int = 0
-    loaded_shared: int = 0
+    waited: int = 0
 
 
 def import_xgrammar() -> Any:
@@ -83,71 +85,81 @@ class _StandIn(types.ModuleType):
 
 
 class Grammars:
-    """Loaded grammars by key and ready masks, least recently used forgotten first. Requests hold on to their own."""
+    """Loaded grammars by id, and ready masks, least recently used forgotten first. Requests hold on to their own."""
 
-    def __init__(
-        self,
-        load_vocabulary: Callable[[], xgrammar.TokenizerInfo],
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        *,
-        max_bytes: int = MAX_GRAMMAR_BYTES,
-        max_grammars: int = MAX_GRAMMARS,
-    ) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.stats = GrammarStats()
         self.vocab_size = vocab_size
-        self._load_vocabulary = load_vocabulary
         self._eos_token_ids = tuple(eos_token_ids)
-        self._max_bytes = max_bytes
-        self._max_grammars = max_grammars
         self._max_masks = max(1, MAX_MASK_BYTES // vocab_size)
+        self._loader: ThreadPoolExecutor | None = None
         self._vocabulary: xgrammar.TokenizerInfo | None = None
         self._pieces: list[bytes] = []
-        self._grammars: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
-        self._num_bytes = 0
+        self._grammars: dict[int, Future[xgrammar.CompiledGrammar]] = {}
         self._masks: OrderedDict[bytes, BoolArray] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._grammars)
 
-    def matcher(self, constraint: Constraint, stop_token_ids: Iterable[int], output: Sequence[int]) -> GrammarState:
-        """A request's place after `output`. Raises RowError if the grammar can't be used or forbids the output."""
+    def prepare(self, vocabulary: bytes) -> None:
+        """Import the package, and load a serialised vocabulary if there is one, beside the steps."""
+        self._in_background().submit(self._prepare, vocabulary)
+
+    def load(self, grammar_id: int, grammar: bytes, done: Callable[[int, str | None], None]) -> None:
+        """Load a serialised grammar, beside the steps; then call `done` there: its bytes, or why it can't be used."""
+
+        def tell(loaded: Future[xgrammar.CompiledGrammar]) -> None:
+            error = loaded.exception()
+            done(loaded.result().memory_size_bytes if error is None else 0, None if error is None else str(error))
+
+        future = self._grammars[grammar_id] = self._in_background().submit(self._load, grammar)
+        future.add_done_callback(tell)
+
+    def drop(self, grammar_id: int) -> None:
+        """Forget a grammar; requests that hold it go on."""
+        self._grammars.pop(grammar_id, None)
+
+    def _in_background(self) -> ThreadPoolExecutor:
+        if self._loader is None:
+            self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        return self._loader
+
+    def _prepare(self, vocabulary: bytes) -> None:
+        begin = time.perf_counter()
+        package = import_xgrammar()
+        if vocabulary and self._vocabulary is None:
+            self._vocabulary = package.TokenizerInfo.deserialize_json(vocabulary.decode())
+            self._pieces = self._vocabulary.decoded_vocab
+        self.stats.load_seconds += time.perf_counter() - begin
+
+    def _load(self, grammar: bytes) -> xgrammar.CompiledGrammar:
+        """Raises RowError if the grammar can't be used."""
         begin = time.perf_counter()
         try:
-            compiled = self._compiled(constraint)
+            if self._vocabulary is None:
+                raise RowError("the vocabulary didn't come before it")
+            return import_xgrammar().CompiledGrammar.deserialize_json(grammar.decode("utf-8"), self._vocabulary)
         except Exception as error:
             # xgrammar raises its own types and bare RuntimeErrors alike; whatever it is, it is about this one grammar.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError(f"the request's compiled grammar can't be loaded: {reason}") from error
         finally:
+            self.stats.loaded += 1
             self.stats.load_seconds += time.perf_counter() - begin
+
+    def matcher(self, grammar_id: int, stop_token_ids: Iterable[int], output: Sequence[int]) -> GrammarState:
+        """A request's place after `output`. Raises RowError if the grammar can't be used or forbids the output."""
+        loaded = self._grammars.get(grammar_id)
+        if loaded is None:
+            raise RowError("the request's grammar was not sent before it")
+        self.stats.waited += not loaded.done()
+        compiled = loaded.result()
         stops = [i for i in {*self._eos_token_ids, *stop_token_ids} if 0 <= i < self.vocab_size]
         state = GrammarState(self, import_xgrammar().GrammarMatcher(compiled), sorted(stops))
         for token_id in output:
             if not state.push(token_id):
                 raise RowError("the output so far doesn't follow the request's grammar")
         return state
-
-    def _compiled(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        compiled = self._grammars.get(constraint.key)
-        if compiled is not None:
-            self._grammars.move_to_end(constraint.key)
-            self.stats.loaded_shared += 1
-            return compiled
-        package = import_xgrammar()
-        if self._vocabulary is None:
-            self._vocabulary = self._load_vocabulary()
-            self._pieces = self._vocabulary.decoded_vocab
-        compiled = package.CompiledGrammar.deserialize_json(constraint.grammar.decode("utf-8"), self._vocabulary)
-        self.stats.loaded += 1
-        self._grammars[constraint.key] = compiled
-        self._num_bytes += compiled.memory_size_bytes
-        while len(self._grammars) > self._max_grammars or (
-            self._num_bytes > self._max_bytes and len(self._grammars) > 1
-        ):
-            _, forgotten = self._grammars.popitem(last=False)
-            self._num_bytes -= forgotten.memory_size_bytes
-        return compiled
 
     def longest(self, token_ids: Sequence[int]) -> int | None:
         """The token that all the others are beginnings of; None if there is none."""

@@ -42,23 +42,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled grammar. `key` is a digest of kind, source and tokenizer; `grammar` is xgrammar's serialised form.
-
-    Requests with equal keys share the loaded grammar.
-    """
-
-    key: str
-    grammar: bytes
-
-
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """One accepted request.
 
     salt: isolates tenants' cached KV; part of the first block's hash. priority: lower runs first, as in vLLM.
     ttft_s, e2e_s: seconds from arrival by which the first and the last token must be out; None is no limit. adapter:
-    name of a loaded LoRA adapter. traffic_class: what speculation is switched by. embed: answer with the prompt's
-    embedding, no tokens.
+    name of a loaded LoRA adapter. grammar_id: of the LoadGrammar whose grammar the output follows. traffic_class: what
+    speculation is switched by. embed: answer with the prompt's embedding, no tokens.
     """
 
     request_id: str
@@ -69,7 +59,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     ttft_s: float | None = None
     e2e_s: float | None = None
     adapter: str | None = None
-    constraint: Constraint | None = None
+    grammar_id: int | None = None
     traffic_class: str = ""
     embed: bool = False
 
@@ -89,6 +79,29 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
     command_id: str
     name: CommandName
     arguments: dict[str, str] = {}
+
+
+class PrepareGrammars(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_grammars"):
+    """A grammar is being compiled: get ready for it, beside the steps. vocabulary: xgrammar's serialised form, once."""
+
+    vocabulary: bytes = b""
+
+
+class LoadGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="load_grammar"):
+    """Load a compiled grammar (xgrammar's serialised form), beside the steps, for requests that will name it.
+
+    Answered by one CommandResult with this command_id, whose values have its "bytes" in memory. Ids are used once.
+    """
+
+    command_id: str
+    grammar_id: int
+    grammar: bytes
+
+
+class DropGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="drop_grammar"):
+    """No request names this grammar any more."""
+
+    grammar_id: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
@@ -191,8 +204,11 @@ class KVEvent(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
 
 
-class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A command's answer: values, or one line that says why it could not be done."""
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+    """A command's answer: values, or one line that says why it could not be done.
+
+    Also how work beside the core's steps tells the core's own loop that it is done.
+    """
 
     command_id: str
     values: dict[str, Any] = {}
@@ -209,13 +225,14 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The model is loaded and the KV pool allocated."""
+    """The model is loaded and the KV pool allocated. follows_constraints: the device can load grammars."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
     namespace_digest: str
     load_seconds: float
+    follows_constraints: bool = True
 
 
 class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -224,5 +241,5 @@ class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
 
 
-ToCore = AddRequest | AbortRequest | Command | Shutdown
+ToCore = AddRequest | AbortRequest | Command | PrepareGrammars | LoadGrammar | DropGrammar | CommandResult | Shutdown
 FromCore = StepOutputs | CoreReady | CoreFailed

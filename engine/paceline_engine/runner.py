@@ -152,12 +152,12 @@ class ModelRunner:
             return row
 
     def _matcher(self, admitted: AdmittedRequest) -> Matcher | None:
-        if admitted.constraint is None:
+        if admitted.grammar_id is None:
             return None
         if self._grammars is None:
             raise RowError("this device can't follow constraints; send the request without one")
         output = admitted.token_ids[admitted.num_prompt_tokens :]
-        return self._grammars.matcher(admitted.constraint, admitted.sampling.stop_token_ids, output)
+        return self._grammars.matcher(admitted.grammar_id, admitted.sampling.stop_token_ids, output)
 
     def _is_scored(self, item: ScheduledRequest) -> bool:
         return self._num_scored(item) > 0

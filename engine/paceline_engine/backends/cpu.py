@@ -23,9 +23,7 @@ from paceline_engine.grammar import Grammars
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import SamplingParams
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.loader import load_model_dir
 from paceline_engine.runner import ModelRunner
-from paceline_engine.structured.vocabulary import tokenizer_info
 from paceline_kvstore.tiers.memory import MemoryTier
 
 _TIMED_STEPS, _TIMED_GUESSES = 3, 4
@@ -52,13 +50,7 @@ class CpuBackend:
         drafts = config.speculative_method in ("draft", "selfDraft")
         scratch = num_scratch_blocks(config.max_num_seqs, config.block_size) if drafts else 0
         kv = PagedKV(model, num_blocks + scratch, config.block_size, TORCH_DTYPES[config.dtype])
-        self._grammars = Grammars(
-            lambda: tokenizer_info(
-                load_model_dir(config.model_dir).tokenizer_file, model.vocab_size, model.eos_token_ids
-            ),
-            model.vocab_size,
-            model.eos_token_ids,
-        )
+        self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
         self._runner = ModelRunner(
             self._decoder,
             kv,
@@ -104,6 +96,11 @@ class CpuBackend:
 
     def allocate_kv(self) -> None:
         """Nothing to do: pages come back when they are written."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What loads the grammars that requests name."""
+        return self._grammars
 
     def load_adapter(self, name: str, path: str) -> str:
         """Load or replace a LoRA adapter from a PEFT folder; the digest of its content. Raises ValueError."""

@@ -29,7 +29,7 @@ class _Row:
         self.token_ids = list(admitted.token_ids)
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self.sampling = admitted.sampling
-        self.refusal = "the simulated device knows no grammars" if admitted.constraint is not None else None
+        self.refusal = "the simulated device knows no grammars" if admitted.grammar_id is not None else None
         self.ending_ids = {*admitted.sampling.stop_token_ids}
         if not admitted.sampling.ignore_eos:
             self.ending_ids.update(eos_token_ids)

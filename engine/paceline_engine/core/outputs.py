@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline_engine.messages import Constraint, ErrorKind, SamplingParams, TokenLogprobs
+from paceline_engine.messages import ErrorKind, SamplingParams, TokenLogprobs
 
 # A token that the device has sampled, or will before it comes to this plan, and the scheduler doesn't know.
 UNKNOWN = -1
@@ -28,7 +28,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_prompt_tokens: int
     sampling: SamplingParams
     adapter: str | None = None
-    constraint: Constraint | None = None
+    grammar_id: int | None = None
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from paceline_engine.core.ngram import NgramIndex
 from paceline_engine.core.outputs import UNKNOWN, AdmittedRequest
-from paceline_engine.messages import AddRequest, Constraint, SamplingParams, TokenLogprobs
+from paceline_engine.messages import AddRequest, SamplingParams, TokenLogprobs
 
 
 class RequestStatus(StrEnum):
@@ -47,7 +47,7 @@ class Request:
     priority: int = 0
     adapter: str | None = None
     adapter_digest: str = ""
-    constraint: Constraint | None = None
+    grammar_id: int | None = None
     traffic_class: str = ""
     arrival: int = 0
     arrived_at: float = 0.0
@@ -96,7 +96,7 @@ class Request:
             priority=message.priority,
             adapter=message.adapter,
             adapter_digest=adapter_digest,
-            constraint=message.constraint,
+            grammar_id=message.grammar_id,
             traffic_class=message.traffic_class,
             arrival=arrival,
             arrived_at=now,
@@ -154,5 +154,5 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling,
             adapter=self.adapter,
-            constraint=self.constraint,
+            grammar_id=self.grammar_id,
         )

@@ -397,7 +397,7 @@ class Scheduler:
         request.draft_token_ids = result.draft_token_ids
         if num_guesses:
             # Guesses that a grammar forced say nothing about those that somebody made.
-            self.speculation.observe(request.traffic_class, num_guesses, num_kept, learn=request.constraint is None)
+            self.speculation.observe(request.traffic_class, num_guesses, num_kept, learn=request.grammar_id is None)
         error: str | None = None
         if reason is None and is_first and request.ttft_deadline is not None and now > request.ttft_deadline:
             reason, error = "deadline", missed_text(request, "ttft")

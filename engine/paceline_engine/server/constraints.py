@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline_engine.messages import Constraint
-from paceline_engine.server.errors import invalid, unavailable
+from paceline_engine.core_grammars import Constraint, CoreGrammars, GrammarRefused
+from paceline_engine.server.errors import internal, invalid, unavailable
 from paceline_engine.structured import source as sources
 from paceline_engine.structured.compiler import CompilerBusy, CompileRefused, CompilerFailed, GrammarCompiler
 from paceline_engine.structured.json_schema import SchemaRefused
@@ -146,10 +146,19 @@ class Compiled:
     is_json: bool
 
 
-async def compile_source(compiler: GrammarCompiler, field: str, source: GrammarSource) -> Compiled:
-    """Compile within the compiler's limits. Raises ApiError: 400 for the source's faults, 503 for ours."""
+async def compile_source(
+    compiler: GrammarCompiler, grammars: CoreGrammars, field: str, source: GrammarSource
+) -> Compiled:
+    """Compile within the compiler's limits, and have the core load it, so that no step ever waits for that.
+
+    Raises ApiError: 400 for the source's faults, 500 and 503 for ours.
+    """
     try:
-        return Compiled(await compiler.compile(source), source.is_json)
+        constraint = await compiler.compile(source)
+        await grammars.ready(constraint)
+        return Compiled(constraint, source.is_json)
+    except GrammarRefused as error:
+        raise internal(f"{field}: {error}") from error
     except CompileRefused as error:
         raise invalid(f"{field}: {error}", field, "invalid_grammar") from error
     except CompilerBusy as error:

@@ -165,12 +165,12 @@ def submit(engine: Engine, prompt: Prompt) -> RequestStream:
         priority=prompt.priority,
         ttft_s=None if prompt.ttft_at is None else prompt.ttft_at - now,
         e2e_s=None if prompt.e2e_at is None else prompt.e2e_at - now,
-        constraint=None if prompt.constraint is None else prompt.constraint.constraint,
         adapter=prompt.adapter,
         embed=prompt.embed,
     )
     try:
-        stream = engine.serving.core.submit(request)
+        constraint = None if prompt.constraint is None else prompt.constraint.constraint
+        stream = engine.serving.core.submit(request, constraint)
     except QueueFull as error:
         engine.metrics.on_rejected("queue_full")
         raise unavailable("the queue of this engine is full", "queue_full", RETRY_SOON_SECONDS) from error

@@ -62,7 +62,12 @@ def make_serving(
         tokenizer=tokenizer,
         template=ChatTemplate(text, model.special_tokens, datetime.now) if text is not None else None,
         core=core,
-        compiler=GrammarCompiler(setup, model.tokenizer_digest, time_limit=options.grammar_compile_timeout),
+        compiler=GrammarCompiler(
+            setup,
+            model.tokenizer_digest,
+            time_limit=options.grammar_compile_timeout,
+            on_vocabulary=core.grammars.prepare,
+        ),
         tool_format={"auto": detect_format(text), "none": None}.get(chosen, chosen),
         trusts_templates=options.trust_request_chat_template,
     )

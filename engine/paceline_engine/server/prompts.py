@@ -170,7 +170,11 @@ def _tool_source(serving: Serving, request: ChatRequest, tools: Sequence[Tool]) 
 
 
 async def _compiled(serving: Serving, asked: tuple[str, GrammarSource] | None) -> Compiled | None:
-    return None if asked is None else await compile_source(serving.compiler, *asked)
+    if asked is None:
+        return None
+    if not serving.ready.follows_constraints:
+        raise invalid(f"{asked[0]}: this engine's device can't follow constraints: leave it out", asked[0])
+    return await compile_source(serving.compiler, serving.core.grammars, *asked)
 
 
 def _hidden(serving: Serving, request: GenerationRequest, *, parses_tools: bool) -> frozenset[int] | None:

@@ -13,10 +13,11 @@ import logging
 import os
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 
-from paceline_engine.messages import Constraint
+from paceline_engine.core_grammars import Constraint
 from paceline_engine.structured.source import GrammarSource
 from paceline_engine.structured.worker import LENGTH_BYTES, Compiled, Setup, frame
 
@@ -43,7 +44,11 @@ class CompilerFailed(RuntimeError):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary."""
+    """Compiles grammars for one vocabulary.
+
+    on_vocabulary: called with nothing when the worker is started, for whoever will load grammars to begin as well, and
+    with the serialised vocabulary when there is one.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class GrammarCompiler:
         start_limit: float = START_SECONDS,
         max_cache_bytes: int = MAX_CACHE_BYTES,
         max_waiting: int = MAX_WAITING,
+        on_vocabulary: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         self._setup = setup
         self._digest = tokenizer_digest
@@ -63,6 +69,7 @@ class GrammarCompiler:
         self._start_limit = start_limit
         self._max_cache_bytes = max_cache_bytes
         self._max_waiting = max_waiting
+        self._on_vocabulary = on_vocabulary
         self._cache: OrderedDict[str, Constraint] = OrderedDict()
         self._cache_bytes = 0
         self._running: dict[str, asyncio.Task[Constraint]] = {}
@@ -151,9 +158,10 @@ class GrammarCompiler:
             env=environment,
             start_new_session=True,
         )
+        self._on_vocabulary(b"")
         try:
             async with asyncio.timeout(self._start_limit):
-                await _exchange(process, self._setup)
+                self._on_vocabulary((await _exchange(process, self._setup)).grammar)
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             await self._end_worker()
             logger.error("the grammar compiler does not start: %s", error)

@@ -1,8 +1,9 @@
 """The process that compiles grammars: one at a time, so that a bad one can be ended with the process.
 
 `python -m paceline_engine.structured.worker`: frames on standard input and output, each four bytes of length (little
-endian) and msgpack. First a Setup, answered by an empty Compiled when everything is loaded; then a GrammarSource for
-each Compiled. Ends with its input. Only this process and the core import xgrammar (and torch with it).
+endian) and msgpack. First a Setup, answered by the serialised vocabulary when everything is loaded; then a
+GrammarSource for each Compiled. Ends with its input. Only this process and the core import xgrammar (and torch with
+it).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, kw_only=True):
-    """The serialised grammar, or one line that says what is wrong with its source."""
+    """The serialised grammar (of a Setup: vocabulary), or one line that says what is wrong with its source."""
 
     grammar: bytes = b""
     error: str | None = None
@@ -61,6 +62,10 @@ class Worker:
         self._xgrammar = import_xgrammar()
         self._info = tokenizer_info(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
         self._compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+
+    def vocabulary(self) -> bytes:
+        """The serialised vocabulary, for who loads the grammars; to make it anew would stop that process's threads."""
+        return self._info.serialize_json().encode()
 
     def compile(self, source: GrammarSource) -> Compiled:
         """Compile and serialise; what is wrong with the source is in the answer."""
@@ -135,7 +140,7 @@ def main() -> int:
         return 0
     worker = Worker(setup)
     _limit_memory()
-    answer: Compiled = Compiled()
+    answer = Compiled(grammar=worker.vocabulary())
     while True:
         answers.write(frame(answer))
         answers.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from driver import make, request
 
 from paceline_engine.backends.simulated import SimulatedBackend
+from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.core.step_log import decoded, replay
@@ -19,8 +20,10 @@ from paceline_engine.messages import (
     AbortRequest,
     Command,
     CommandResult,
-    Constraint,
+    DropGrammar,
     FromCore,
+    LoadGrammar,
+    PrepareGrammars,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -52,7 +55,10 @@ class Run:
             overlapped=self.overlapped,
         )
         self._inbox: list[ToCore] = []
-        CoreLoop(core, self._receive, self._keep, clock=lambda: self.now).run()
+        CoreLoop(core, self._receive, self._keep, clock=lambda: self.now, post=self._inbox_append).run()
+
+    def _inbox_append(self, message: CommandResult) -> None:
+        self._inbox.append(message)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -134,9 +140,49 @@ def test_logprobs_of_the_simulated_device_have_the_asked_shape():
 
 
 def test_a_constraint_is_refused_by_a_device_without_grammars():
-    constraint = Constraint(key="k", grammar=b"")
-    run = Run(make(), [[request("a", PROMPT, 4, constraint=constraint)]])
+    load = LoadGrammar(command_id="7", grammar_id=0, grammar=b"g")
+    run = Run(make(), [[PrepareGrammars(), load, DropGrammar(grammar_id=0), request("a", PROMPT, 4, grammar_id=0)]])
+    assert run.results["7"].error == "this device can't follow constraints"
     assert [(o.finish_reason, o.error) for o in run.outputs] == [("error", "the simulated device knows no grammars")]
+
+
+class SlowGrammars(SimulatedBackend):
+    """A device that has loaded its grammars after some steps."""
+
+    def __init__(self, loaded_after: int) -> None:
+        super().__init__(vocab_size=30, seed=1, alpha_ms=1.0, beta_ms=0.0, sleep=lambda _: None)
+        self.loaded_after = loaded_after
+        self.grammars = self
+        self.loading: list[Callable[[int, str | None], None]] = []
+        self.told: list[Any] = []
+
+    def prepare(self, vocabulary: bytes) -> None:
+        self.told.append(vocabulary)
+
+    def load(self, grammar_id: int, grammar: bytes, done: Callable[[int, str | None], None]) -> None:
+        self.told.append((grammar_id, grammar))
+        self.loading.append(done)
+
+    def drop(self, grammar_id: int) -> None:
+        self.told.append(grammar_id)
+
+    def execute(self, plan: StepPlan) -> Sequence[StepResult]:
+        self.loaded_after -= 1
+        if self.loaded_after == 0:
+            self.loading.pop()(123, None)
+        return super().execute(plan)
+
+
+def test_steps_go_on_while_a_grammar_is_loaded_and_its_end_is_told():
+    load = LoadGrammar(command_id="7", grammar_id=3, grammar=b"g")
+    messages = [[PrepareGrammars(vocabulary=b"v"), load, request("a", PROMPT, 9)], [DropGrammar(grammar_id=3)]]
+    backend = SlowGrammars(loaded_after=5)
+    run = Run(make(), messages, backend)
+    assert backend.told == [b"v", (3, b"g"), 3]
+    told = next(index for index, message in enumerate(run.sent) if message.results)
+    assert run.sent[told].results == (CommandResult(command_id="7", values={"bytes": 123}),)
+    assert [len(message.outputs) for message in run.sent[:told]] == [1] * 5  # A token in each step meanwhile.
+    assert len(run.tokens("a")) == 9
 
 
 def test_sleep_is_refused_while_requests_are_live_unless_its_level_ends_them():

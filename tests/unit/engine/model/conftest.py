@@ -27,8 +27,9 @@ from paceline_engine.core.kv_manager import KVManager, SequenceStore  # noqa: E4
 from paceline_engine.core.prefix_cache import PrefixCache  # noqa: E402
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from paceline_engine.core.spec import SpeculationConfig  # noqa: E402
+from paceline_engine.core_grammars import Constraint  # noqa: E402
 from paceline_engine.drafting import DraftModel, num_scratch_blocks  # noqa: E402
-from paceline_engine.messages import AddRequest, Constraint, RequestOutput, SamplingParams, TokenLogprobs  # noqa: E402
+from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs  # noqa: E402
 from paceline_engine.models.config import ModelConfig  # noqa: E402
 from paceline_engine.models.decoder import Decoder  # noqa: E402
 from paceline_engine.models.hf_folder import read_config  # noqa: E402
@@ -70,6 +71,7 @@ class Loop:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs | None, ...]] = field(default_factory=dict)
     before_step: Callable[[], None] = lambda: None
+    grammar_ids: dict[str, int] = field(default_factory=dict)
 
     def add(
         self,
@@ -81,8 +83,14 @@ class Loop:
         **sampling: Any,
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
+        grammar_id = None
+        if constraint is not None and constraint.key not in self.grammar_ids:
+            self.runner._grammars.load(len(self.grammar_ids), constraint.grammar, lambda num_bytes, error: None)
+            self.grammar_ids[constraint.key] = len(self.grammar_ids)
+        if constraint is not None:
+            grammar_id = self.grammar_ids[constraint.key]
         message = AddRequest(
-            request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params, constraint=constraint, embed=embed
+            request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params, grammar_id=grammar_id, embed=embed
         )
         refused = self.scheduler.add(message)
         if refused is not None:

@@ -22,13 +22,17 @@ from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.core_process import CoreLoop, spawn
 from paceline_engine.core_setup import Core, SetupError, size_blocks
+from paceline_engine.grammar import import_xgrammar
 from paceline_engine.messages import (
     AbortRequest,
     AddRequest,
     Command,
+    CommandResult,
     CoreFailed,
     CoreReady,
     FromCore,
+    LoadGrammar,
+    PrepareGrammars,
     SamplingParams,
     Shutdown,
     StepOutputs,
@@ -178,6 +182,30 @@ def test_abort_ends_a_request_and_frees_its_blocks(cpu_core):
 def test_a_refused_request_gets_its_terminal_output(cpu_core):
     cpu_core.add("endless", list(range(150)), 5)
     assert cpu_core.finish("endless")[1] == {"endless": "error"}
+
+
+def test_a_grammar_is_loaded_while_the_core_idles_and_requests_name_it(cpu_core, tiny):
+    xgrammar = import_xgrammar()
+    words = ["", "</s>", *map(chr, range(48, 58))]
+    words += [f"<unused{i}>" for i in range(tiny.config.vocab_size - len(words))]
+    info = xgrammar.TokenizerInfo(words, vocab_size=len(words), stop_token_ids=[1])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex("[0-9]{40}").serialize_json().encode()
+    cpu_core.send(PrepareGrammars())
+    cpu_core.send(PrepareGrammars(vocabulary=info.serialize_json().encode()))
+    cpu_core.send(LoadGrammar(command_id="l1", grammar_id=1, grammar=compiled))
+    cpu_core.send(LoadGrammar(command_id="l2", grammar_id=2, grammar=b"nonsense"))
+    results: dict[str, CommandResult] = {}
+    while len(results) < 2:
+        results |= {result.command_id: result for result in cpu_core.receive().results}
+    assert results["l1"].values["bytes"] > 0
+    assert "can't be loaded" in str(results["l2"].error)
+    for name, grammar_id in (("good", 1), ("bad", 2)):
+        sampling = SamplingParams(max_tokens=9)
+        cpu_core.send(AddRequest(request_id=name, prompt_token_ids=(5, 6), sampling=sampling, grammar_id=grammar_id))
+    tokens, reasons, last = cpu_core.finish("good", "bad")
+    assert reasons == {"good": "length", "bad": "error"}
+    assert all(words[token].isdigit() for token in tokens["good"])
+    assert (last.stats.device["grammar_loaded"], last.stats.device["grammar_waited"]) == (2, 0)
 
 
 def test_shutdown_ends_live_requests_and_the_process(simulated, tmp_path):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from queue import Queue
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 from tiny_grammars import EOS, WORDS, Compiler
 
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan
-from paceline_engine.messages import Constraint, SamplingParams
+from paceline_engine.core_grammars import Constraint
+from paceline_engine.grammar import Grammars
+from paceline_engine.messages import SamplingParams
 from paceline_engine.sampling.row import RowError
 
 
@@ -26,7 +30,7 @@ def ends(state, vocab_size: int) -> set[int]:
 
 
 def test_a_grammar_ends_only_where_it_may_and_at_every_ending_token(compiler):
-    digits = compiler.grammars().matcher(compiler.regex("[0-9]{2,3}"), (), ())
+    digits = compiler.matcher(compiler.regex("[0-9]{2,3}"), (), ())
     size = compiler.vocab_size
     one = compiler.ids("1")[0]
     assert ends(digits, size) == set()
@@ -44,7 +48,7 @@ def test_a_grammar_ends_only_where_it_may_and_at_every_ending_token(compiler):
 
 def test_a_requests_own_stop_token_waits_for_the_grammar_though_it_is_a_word_of_it(compiler):
     nine = compiler.ids("9")[0]
-    state = compiler.grammars().matcher(compiler.regex("[0-9]{2}"), (nine,), ())
+    state = compiler.matcher(compiler.regex("[0-9]{2}"), (nine,), ())
     digits = set(compiler.ids("012345678"))
     assert allowed(state, compiler.vocab_size) - {WORDS.index("12")} == digits
     assert state.push(compiler.ids("3")[0])
@@ -54,7 +58,7 @@ def test_a_requests_own_stop_token_waits_for_the_grammar_though_it_is_a_word_of_
 
 
 def test_states_move_back_over_words_and_ends(compiler):
-    state = compiler.grammars().matcher(compiler.regex("a(bc)*d"), (), ())
+    state = compiler.matcher(compiler.regex("a(bc)*d"), (), ())
     size = compiler.vocab_size
     seen = [allowed(state, size)]
     for token_id in [*compiler.ids("abcd"), EOS[0], EOS[1]]:
@@ -73,7 +77,7 @@ def test_forced_tokens_spell_what_must_come_and_the_end(compiler):
     schema = (
         '{"type":"object","properties":{"name":{"type":"boolean"}},"required":["name"],"additionalProperties":false}'
     )
-    state = compiler.grammars().matcher(compiler.schema(schema), (), ())
+    state = compiler.matcher(compiler.schema(schema), (), ())
     size = compiler.vocab_size
     before = allowed(state, size)
     forced = state.forced_tokens(32)
@@ -90,23 +94,48 @@ def test_forced_tokens_spell_what_must_come_and_the_end(compiler):
     assert state.forced_tokens(32) == []
 
 
-def test_requests_share_grammars_and_masks_and_the_bound_holds(compiler):
-    grammars = compiler.grammars(max_grammars=2)
-    patterns = [compiler.regex(pattern) for pattern in ("a+", "b+", "c+")]
-    states = [grammars.matcher(patterns[0], (), ()) for _ in range(5)]
-    assert (grammars.stats.loaded, grammars.stats.loaded_shared) == (1, 4)
+def loaded(grammars: Grammars, grammar_id: int, grammar: bytes) -> tuple[int, str | None]:
+    """Load it, and wait for what is told."""
+    told: Queue[tuple[int, str | None]] = Queue()
+    grammars.load(grammar_id, grammar, lambda num_bytes, error: told.put((num_bytes, error)))
+    return told.get(timeout=60)
+
+
+def test_requests_share_a_grammar_and_masks_and_one_whose_grammar_was_dropped_goes_on(compiler):
+    grammars = compiler.grammars()
+    num_bytes, error = loaded(grammars, 7, compiler.regex("a+").grammar)
+    assert (num_bytes > 0, error) == (True, None)
+    states = [grammars.matcher(7, (), ()) for _ in range(5)]
+    assert (grammars.stats.loaded, grammars.stats.waited) == (1, 0)
     for state in states:
         allowed(state, compiler.vocab_size)
     assert (grammars.stats.masks_built, grammars.stats.masks_shared) == (1, 4)
-    for pattern in patterns:
-        grammars.matcher(pattern, (), ())
-    assert len(grammars) == 2
-    # One whose grammar was forgotten goes on.
+    grammars.drop(7)
+    assert len(grammars) == 0
     assert states[0].push(compiler.ids("a")[0])
-    grammars.matcher(patterns[0], (), compiler.ids("aa"))
-    assert grammars.stats.loaded == 4
+    with pytest.raises(RowError, match="was not sent before it"):
+        grammars.matcher(7, (), ())
     assert grammars.stats.mask_build_seconds > 0
     assert grammars.stats.state_update_seconds > 0
+
+
+def test_a_request_that_comes_before_its_grammar_is_loaded_waits_for_it(compiler):
+    grammars = compiler.grammars()
+    hold = Event()
+    grammars._in_background().submit(hold.wait)
+    grammars.load(0, compiler.regex("a+").grammar, lambda num_bytes, error: None)
+    assert len(grammars) == 1
+    Thread(target=hold.set).start()
+    assert grammars.matcher(0, (), compiler.ids("aa"))
+    assert grammars.stats.waited == 1
+
+
+def test_loading_needs_the_vocabulary_and_says_so(compiler):
+    grammars = Grammars(compiler.vocab_size, EOS)
+    grammars.prepare(b"")
+    assert "the vocabulary didn't come before it" in str(loaded(grammars, 0, compiler.regex("a+").grammar)[1])
+    grammars.prepare(compiler.info.serialize_json().encode())
+    assert loaded(grammars, 1, compiler.regex("a+").grammar)[1] is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\xfe", b"[1, 2", "cut", "another vocabulary"])
@@ -117,14 +146,16 @@ def test_damaged_grammars_are_one_requests_error(compiler, damage):
     elif damage == "another vocabulary":
         damage = Compiler(compiler.vocab_size + 1).regex("a+").grammar
     grammars = compiler.grammars()
+    num_bytes, error = loaded(grammars, 0, damage)
+    assert "the request's compiled grammar can't be loaded" in str(error)
+    assert num_bytes == 0
     with pytest.raises(RowError, match="the request's compiled grammar can't be loaded"):
-        grammars.matcher(Constraint(key="bad", grammar=damage), (), ())
-    assert len(grammars) == 0
+        grammars.matcher(0, (), ())
 
 
 def test_output_that_breaks_the_grammar_is_refused(compiler):
     with pytest.raises(RowError, match="doesn't follow"):
-        compiler.grammars().matcher(compiler.regex("a+"), (), compiler.ids("ab"))
+        compiler.matcher(compiler.regex("a+"), (), compiler.ids("ab"))
 
 
 PATTERNS = ["[a-z]{14,19}", '\\{"name": (true|false|12)\\}', "(ab|cd){7,}end", "[0-9]+(\\.[0-9]{1,3})?", "x"]
@@ -198,7 +229,7 @@ def test_forced_tokens_cost_one_step(ending, new_loop, compiler):
 
 
 def test_text_that_is_forced_without_end_is_guessed_within_the_limit(compiler):
-    state = compiler.grammars().matcher(compiler.ebnf('root ::= "a" root'), (), ())
+    state = compiler.matcher(compiler.ebnf('root ::= "a" root'), (), ())
     assert compiler.text(state.forced_tokens(8)) == "a" * 8
     assert allowed(state, compiler.vocab_size) == {compiler.ids("a")[0]}
 
@@ -242,7 +273,7 @@ def test_a_device_without_a_vocabulary_says_so(tiny, new_loop):
                     token_ids=(1,),
                     num_prompt_tokens=1,
                     sampling=SamplingParams(max_tokens=2),
-                    constraint=Constraint(key="k", grammar=b"g"),
+                    grammar_id=0,
                 ),
             ),
         )

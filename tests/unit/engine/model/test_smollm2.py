@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from paceline_engine.core.spec import SpeculationConfig
+from paceline_engine.core_grammars import Constraint
 from paceline_engine.grammar import Grammars, import_xgrammar
 from paceline_engine.kv_transfer import KVTransfer
-from paceline_engine.messages import Constraint
 from paceline_engine.models.loader import default_cache_dir, load_model_dir, prepare_model
 from paceline_engine.models.source import resolve
 from paceline_engine.native.build import ensure_library
@@ -227,7 +227,8 @@ def test_an_answer_under_a_schema_parses(smollm2, new_loop, prompts):
     }
     compiled = import_xgrammar().GrammarCompiler(info).compile_json_schema(json.dumps(schema), any_whitespace=False)
     constraint = Constraint(key="city", grammar=compiled.serialize_json().encode())
-    grammars = Grammars(lambda: info, checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
+    grammars = Grammars(checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
+    grammars.prepare(info.serialize_json().encode())
     loop = smollm2_loop(smollm2, new_loop, grammars=grammars)
     for i in range(4):
         loop.add(str(i), prompts[0], 60, constraint=constraint, temperature=float(i > 0), seed=i)

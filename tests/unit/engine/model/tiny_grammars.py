@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline_engine.grammar import Grammars, import_xgrammar
-from paceline_engine.messages import Constraint
+from paceline_engine.core_grammars import Constraint
+from paceline_engine.grammar import Grammars, GrammarState, import_xgrammar
 
 EOS = (1, 2)
 WORDS = ["", "</s>", "<|end|>", "<pad>", *map(chr, range(32, 127)), '{"', '":', '": ', "name", "na", "true", "12"]
@@ -31,8 +31,15 @@ class Compiler:
     def schema(self, schema: str) -> Constraint:
         return self.constraint(schema, self._compiler.compile_json_schema(schema, any_whitespace=False))
 
-    def grammars(self, **bounds) -> Grammars:
-        return Grammars(lambda: self.info, self.vocab_size, EOS, **bounds)
+    def grammars(self) -> Grammars:
+        made = Grammars(self.vocab_size, EOS)
+        made.prepare(self.info.serialize_json().encode())
+        return made
+
+    def matcher(self, constraint: Constraint, stops, output) -> GrammarState:
+        grammars = self.grammars()
+        grammars.load(0, constraint.grammar, lambda num_bytes, error: None)
+        return grammars.matcher(0, stops, output)
 
     def text(self, token_ids) -> str:
         return "".join(self.words[i] for i in token_ids)

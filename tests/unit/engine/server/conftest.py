@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from paceline_engine.chat_template import ChatTemplate
 from paceline_engine.core_client import Arrival, CoreError
-from paceline_engine.messages import AddRequest, Constraint, CoreReady, CoreStats, RequestOutput
+from paceline_engine.core_grammars import Constraint, GrammarRefused
+from paceline_engine.messages import AddRequest, CoreReady, CoreStats, RequestOutput
 from paceline_engine.metrics import EngineMetrics
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import LoadedModel
@@ -80,6 +81,8 @@ class FakeCore:
     commands: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     now: float = 100.0
     refusal: str = ""
+    loaded: list[str] = field(default_factory=list)
+    constraints: list[str | None] = field(default_factory=list)
 
     def clock(self) -> float:
         self.now += 0.001
@@ -91,8 +94,18 @@ class FakeCore:
     def silent_seconds(self) -> float:
         return 0.0
 
-    def submit(self, request: AddRequest) -> FakeStream:
+    @property
+    def grammars(self) -> FakeCore:
+        return self
+
+    async def ready(self, constraint: Constraint) -> None:
+        if self.refusal:
+            raise GrammarRefused(self.refusal)
+        self.loaded.append(constraint.key)
+
+    def submit(self, request: AddRequest, constraint: Constraint | None = None) -> FakeStream:
         self.requests.append(request)
+        self.constraints.append(None if constraint is None else constraint.key)
         self.streams.append(FakeStream(self, self.script(request)))
         return self.streams[-1]
 

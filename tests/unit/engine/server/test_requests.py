@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
 
@@ -330,7 +332,26 @@ def test_each_way_to_constrain_becomes_a_grammar(says: Says, fields: dict[str, A
     assert server.complete(**fields).status_code == 200
     (source,) = server.compiler.sources
     assert (source.kind, source.text) == (kind, text)
-    assert server.core.requests[0].constraint.key == source.key("")
+    # The core has loaded it before the request comes.
+    assert server.core.loaded == server.core.constraints == [source.key("")]
+
+
+def test_a_grammar_that_the_core_cannot_load_is_our_fault_and_reaches_it_with_no_request(says: Says) -> None:
+    server = says("x")
+    server.core.refusal = "it is damaged"
+    response = server.complete(guided_regex="a+")
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "guided_regex: it is damaged")
+    assert server.core.requests == []
+
+
+def test_a_device_without_grammars_refuses_by_field_before_anything_is_compiled(says: Says) -> None:
+    server = says("x")
+    ready = structs.replace(server.engine.serving.ready, follows_constraints=False)
+    server.engine.set_serving(dataclasses.replace(server.engine.serving, ready=ready))
+    error = server.complete(guided_regex="a+").json()["error"]
+    assert error["param"] == "guided_regex"
+    assert "can't follow constraints" in error["message"]
+    assert server.compiler.sources == []
 
 
 @pytest.mark.parametrize(
