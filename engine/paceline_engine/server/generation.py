@@ -51,6 +51,7 @@ class Prompt:
     echo: str | None = None
     prompt_only: bool = False
     with_kinds: bool = False
+    traffic_class: str = ""
     embed: bool = False
 
 
@@ -166,6 +167,7 @@ def submit(engine: Engine, prompt: Prompt) -> RequestStream:
         ttft_s=None if prompt.ttft_at is None else prompt.ttft_at - now,
         e2e_s=None if prompt.e2e_at is None else prompt.e2e_at - now,
         adapter=prompt.adapter,
+        traffic_class=prompt.traffic_class,
         embed=prompt.embed,
     )
     try:

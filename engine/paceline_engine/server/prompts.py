@@ -209,6 +209,7 @@ def _prompt(
         e2e_at=caller.end_of(arrived, request.deadline_ms),
         constraint=compiled,
         with_kinds=request.return_token_kinds,
+        traffic_class=request.traffic_class,
         adapter=None if request.model == engine.model_name else request.model,
         **more,
     )

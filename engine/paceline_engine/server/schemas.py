@@ -47,7 +47,8 @@ class StreamOptions(StrictModel):
 class GenerationRequest(GuidedFields):
     """What chat and completions share. priority: lower runs first; *_deadline_ms: milliseconds from arrival.
 
-    return_token_kinds: say of each token how speculation came by it.
+    return_token_kinds: say of each token how speculation came by it. traffic_class: what lengths of guesses adapt by,
+    and what --speculative-traffic-class switches.
     """
 
     model: str
@@ -79,6 +80,7 @@ class GenerationRequest(GuidedFields):
     deadline_ms: Count | None = None
     ttft_deadline_ms: Count | None = None
     return_token_kinds: bool = False
+    traffic_class: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
     user: str | None = None
 
     @property

@@ -283,6 +283,15 @@ def test_each_token_says_how_speculation_came_by_it(new_server: Says) -> None:
     assert "token_kinds" not in new_server(script).complete().json()["choices"][0]
 
 
+def test_a_traffic_class_reaches_the_core_and_a_bad_one_is_named(says: Says) -> None:
+    server = says("x")
+    assert server.chat(traffic_class="batch.v2_x-1", n=2).status_code == 200
+    assert server.complete().status_code == 200
+    assert [request.traffic_class for request in server.core.requests] == ["batch.v2_x-1", "batch.v2_x-1", ""]
+    for wrong in ("a b", "x" * 65, "é", "a\n", 7):
+        assert refused(says, traffic_class=wrong)["param"] == "traffic_class"
+
+
 def test_usage_tells_cached_and_predicted_tokens(new_server: Says) -> None:
     def script(request: AddRequest) -> list[RequestOutput]:
         first = RequestOutput(request_id=request.request_id, new_token_ids=(65,), num_cached_tokens=2)
