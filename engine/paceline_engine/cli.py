@@ -105,6 +105,7 @@ def serve(
     internal_token_file: opt.TokenFile = None,
     chat_template: opt.TemplateFile = None,
     trust_request_chat_template: opt.TrustTemplate = False,
+    enable_auto_tool_choice: opt.EnableAutoToolChoice = True,
     tool_call_parser: opt.ToolCallParser = "auto",
     grammar_compile_timeout: opt.GrammarTimeout = _COMPILE,
     cache_dir: opt.CacheDir = None,

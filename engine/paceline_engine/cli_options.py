@@ -98,7 +98,16 @@ TrustTemplate = Annotated[
 ToolCallParser = Annotated[
     str,
     typer.Option(
-        parser=_choice(*_TOOL_FORMATS), metavar="|".join(_TOOL_FORMATS), help="Format of tool calls; auto: by template."
+        parser=_choice(*_TOOL_FORMATS),
+        metavar="|".join(_TOOL_FORMATS),
+        help="Format of the model's tool calls, by vLLM's names; auto: by the chat template; none refuses tools.",
+    ),
+]
+EnableAutoToolChoice = Annotated[
+    bool,
+    typer.Option(
+        "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+        help="Let the model decide whether to call a tool. Off, a request must ask for a call by tool_choice.",
     ),
 ]
 GrammarTimeout = Annotated[

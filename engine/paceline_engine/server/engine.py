@@ -42,7 +42,8 @@ class State(StrEnum):
 class Serving:
     """What exists once the model is loaded. tool_format: how the model writes tool calls; None if it does not.
 
-    make_template: compiles a template that a request brings; None where requests may not.
+    auto_tools: whether the model may decide to call a tool, as tool_choice "auto" lets it. make_template: compiles a
+    template that a request brings; None where requests may not.
     """
 
     model: LoadedModel
@@ -52,6 +53,7 @@ class Serving:
     ready: CoreReady
     compiler: GrammarCompiler
     tool_format: str | None = None
+    auto_tools: bool = True
     make_template: Callable[[str], ChatTemplate] | None = None
 
 

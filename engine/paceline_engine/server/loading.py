@@ -27,6 +27,7 @@ class Prepared:
     core: CoreClient
     compiler: GrammarCompiler
     tool_format: str | None
+    auto_tools: bool
     trusts_templates: bool
 
     def with_core(self, ready: CoreReady) -> Serving:
@@ -39,6 +40,7 @@ class Prepared:
             ready=ready,
             compiler=self.compiler,
             tool_format=self.tool_format,
+            auto_tools=self.auto_tools,
             make_template=self._compile_template if self.trusts_templates else None,
         )
 
@@ -69,5 +71,6 @@ def make_serving(
             on_vocabulary=core.grammars.prepare,
         ),
         tool_format={"auto": detect_format(text), "none": None}.get(chosen, chosen),
+        auto_tools=options.enable_auto_tool_choice,
         trusts_templates=options.trust_request_chat_template,
     )

