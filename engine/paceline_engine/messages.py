@@ -134,7 +134,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     missed it. logprobs stand beside new_token_ids where they were asked for.
     prompt_logprobs come once, with the first token: one entry a prompt token, None for the first. num_cached_tokens:
     prompt tokens whose KV was found, not computed. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
-    this step. embedding: where one was asked for, a unit vector as float32, little endian; comes with "stop".
+    this step; rejected_token_ids: the first guess that was wrong and those behind it. embedding: where one was asked
+    for, a unit vector as float32, little endian; comes with "stop".
     """
 
     request_id: str
@@ -147,6 +148,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    rejected_token_ids: tuple[int, ...] = ()
     embedding: bytes = b""
 
 

@@ -5,6 +5,8 @@ A device that answers nonsense fails the request it answered for, never the engi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline_engine.core.outputs import ScheduledRequest, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.messages import RequestOutput, TokenLogprobs
@@ -53,11 +55,16 @@ def output_of(
     num_taken: int,
     reason: str | None,
     error: str | None,
-    num_guesses: int,
+    guesses: Sequence[int],
     num_kept: int,
     prompt_logprobs: tuple[TokenLogprobs | None, ...],
 ) -> RequestOutput:
-    """The first `num_taken` of the answer's tokens, as the client hears of them."""
+    """The first `num_taken` of the answer's tokens, as the client hears of them.
+
+    Of `guesses` the first `num_kept` count as kept. The next one was wrong if another token came in its place; else it
+    ended the output itself, or stood behind its end.
+    """
+    was_wrong = num_kept < min(num_taken, len(guesses)) and result.token_ids[num_kept] != guesses[num_kept]
     return RequestOutput(
         request_id=request.request_id,
         new_token_ids=result.token_ids[:num_taken],
@@ -67,6 +74,7 @@ def output_of(
         logprobs=result.logprobs[:num_taken],
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached_tokens,
-        num_draft_tokens=num_guesses,
+        num_draft_tokens=len(guesses),
         num_accepted_tokens=num_kept,
+        rejected_token_ids=tuple(guesses[num_kept:]) if was_wrong else (),
     )

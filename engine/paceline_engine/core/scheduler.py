@@ -404,7 +404,8 @@ class Scheduler:
             self.num_deadline_misses += 1
         if reason is not None:
             self._live.leave(request)
-        return output_of(request, result, num_taken, reason, error, num_guesses, num_kept, prompt_logprobs)
+        guesses = item.token_ids[len(item.token_ids) - num_guesses :]
+        return output_of(request, result, num_taken, reason, error, guesses, num_kept, prompt_logprobs)
 
     def waiting_reasons(self) -> dict[str, int]:
         """Waiting requests by what they wait for, as of the last step."""

@@ -197,7 +197,11 @@ class Answer:
             return {}
         return {
             "token_kinds": [
-                {"token": self.tokenizer.token_text(item.token_id), "kind": item.kind, "rejected": item.rejected}
+                {
+                    "token": self.tokenizer.token_text(item.token_id),
+                    "kind": item.kind,
+                    "rejected": [self.tokenizer.token_text(token_id) for token_id in item.rejected_ids],
+                }
                 for item in kinds
             ]
         }

@@ -69,13 +69,13 @@ class Counts:
 class TokenKind:
     """How a token came about.
 
-    "plain": no guess was there. "accepted": it was guessed. "replacement": a guess was wrong, and `rejected` guesses
-    with it. "bonus": all guesses were right, and this one came on top.
+    "plain": no guess was there. "accepted": it was guessed. "replacement": a guess was wrong; rejected_ids are that
+    guess and those behind it. "bonus": all guesses were right, and this one came on top.
     """
 
     token_id: int
     kind: Literal["plain", "accepted", "replacement", "bonus"]
-    rejected: int = 0
+    rejected_ids: tuple[int, ...] = ()
 
 
 def token_kind(output: RequestOutput, position: int) -> TokenKind:
@@ -83,10 +83,12 @@ def token_kind(output: RequestOutput, position: int) -> TokenKind:
     token_id = output.new_token_ids[position]
     if output.num_draft_tokens == 0:
         return TokenKind(token_id, "plain")
-    if position < output.num_accepted_tokens:
-        return TokenKind(token_id, "accepted")
-    rejected = output.num_draft_tokens - output.num_accepted_tokens
-    return TokenKind(token_id, "replacement", rejected) if rejected else TokenKind(token_id, "bonus")
+    rejected = output.rejected_token_ids
+    if rejected:
+        accepted = position < output.num_accepted_tokens
+        return TokenKind(token_id, "accepted") if accepted else TokenKind(token_id, "replacement", rejected)
+    # Without a wrong guess every token with a guess beside it is that guess.
+    return TokenKind(token_id, "accepted" if position < output.num_draft_tokens else "bonus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

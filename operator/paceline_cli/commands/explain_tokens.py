@@ -1,4 +1,4 @@
-"""`paceline explain tokens REQUEST`: an answer's tokens in the colours of how speculation came by them.
+"""`paceline explain tokens REQUEST`: an answer's tokens, and rejected guesses, in the colours of how they came about.
 
 For the terminal, as a page of its own, or as JSON. Standard library only.
 """
@@ -24,6 +24,9 @@ KINDS = {
     "bonus": ("44;97", "#bcd7ff", "on top, where all guesses were right"),
     "plain": ("0", "transparent", "no guess was made"),
 }
+
+# Terminal style, page colour, meaning.
+REJECTED = ("9;31", "#c0392b", "guesses that were wrong, and those behind one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +71,55 @@ def _tokens(path: str, options: Options) -> list[dict[str, Any]]:
 def counts(tokens: list[dict[str, Any]]) -> dict[str, int]:
     """Tokens of each kind, and guesses that were rejected."""
     found = Counter(str(token["kind"]) for token in tokens)
-    return {kind: found[kind] for kind in KINDS} | {"rejected": sum(token["rejected"] for token in tokens)}
+    return {kind: found[kind] for kind in KINDS} | {"rejected": sum(len(token["rejected"]) for token in tokens)}
 
 
 def terminal(tokens: list[dict[str, Any]]) -> str:
-    """Text with colours, then what they mean."""
-    text = "".join(f"\x1b[{KINDS[token['kind']][0]}m{token['token']}\x1b[0m" for token in tokens)
+    """Text with colours, rejected guesses struck out before what came in their place; then what the colours mean."""
+    text = "".join(
+        "".join(f"\x1b[{REJECTED[0]}m{_printable(guess)}\x1b[0m" for guess in token["rejected"])
+        + f"\x1b[{KINDS[token['kind']][0]}m{_printable(token['token'])}\x1b[0m"
+        for token in tokens
+    )
     total = counts(tokens)
-    lines = [f"\x1b[{colour}m{kind}\x1b[0m {total[kind]}: {what}" for kind, (colour, _, what) in KINDS.items()]
-    return "\n".join([text, "", *lines, f"rejected guesses: {total['rejected']}"]) + "\n"
+    lines = [f"\x1b[{colour}m{kind}\x1b[0m {total[kind]}: {what}" for kind, (colour, what) in _legend()]
+    return "\n".join([text, "", *lines]) + "\n"
 
 
 def page(tokens: list[dict[str, Any]]) -> str:
     """A page that needs nothing else."""
     body = "".join(
-        f'<span class="{token["kind"]}" title="{_title(token)}">{html.escape(token["token"])}</span>'
+        "".join(
+            f'<del title="rejected guess {number} of {len(token["rejected"])}">{html.escape(guess)}</del>'
+            for number, guess in enumerate(token["rejected"], start=1)
+        )
+        + f'<span class="{token["kind"]}" title="{_title(token)}">{html.escape(token["token"])}</span>'
         for token in tokens
     )
     style = "".join(f".{kind} {{ background: {colour}; }}\n" for kind, (_, colour, _) in KINDS.items())
+    style += f"del, .rejected {{ color: {REJECTED[1]}; text-decoration: line-through; }}\n"
     total = counts(tokens)
     rows = "".join(
         f'<li><span class="{kind}">{kind}</span> {total[kind]}: {html.escape(what)}</li>\n'
-        for kind, (_, _, what) in KINDS.items()
+        for kind, (_, what) in _legend()
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Tokens of one answer</title>\n'
         f"<style>\nbody {{ font-family: sans-serif; max-width: 60em; margin: 2em auto; }}\n{style}</style></head>\n"
-        f'<body><pre style="white-space: pre-wrap">{body}</pre>\n'
-        f"<ul>\n{rows}<li>rejected guesses: {total['rejected']}</li>\n</ul></body></html>\n"
+        f'<body><pre style="white-space: pre-wrap">{body}</pre>\n<ul>\n{rows}</ul></body></html>\n'
     )
 
 
+def _legend() -> list[tuple[str, tuple[str, str]]]:
+    """(kind, (terminal colour, what it means)), rejected guesses last."""
+    kinds = [(kind, (colour, what)) for kind, (colour, _, what) in KINDS.items()]
+    return [*kinds, ("rejected", (REJECTED[0], REJECTED[2]))]
+
+
 def _title(token: dict[str, Any]) -> str:
-    return f"{token['kind']}, {token['rejected']} rejected" if token["rejected"] else str(token["kind"])
+    return f"{token['kind']}, {len(token['rejected'])} rejected" if token["rejected"] else str(token["kind"])
+
+
+def _printable(text: str) -> str:
+    """The model's text without what would steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -13,10 +13,10 @@ from paceline_cli.commands.explain_tokens import Options, counts, page, terminal
 from paceline_cli.errors import BadInput
 
 TOKENS: list[dict[str, Any]] = [
-    {"token": "<b>", "kind": "plain", "rejected": 0},
-    {"token": " right", "kind": "accepted", "rejected": 0},
-    {"token": " wrong", "kind": "replacement", "rejected": 3},
-    {"token": " more", "kind": "bonus", "rejected": 0},
+    {"token": "<b>", "kind": "plain", "rejected": []},
+    {"token": " right", "kind": "accepted", "rejected": []},
+    {"token": " instead", "kind": "replacement", "rejected": [" wrong", " <i>", "\x1b[2J"]},
+    {"token": " more", "kind": "bonus", "rejected": []},
 ]
 
 
@@ -24,10 +24,13 @@ def test_the_report_counts_and_colours_each_kind() -> None:
     assert counts(TOKENS) == {"accepted": 1, "replacement": 1, "bonus": 1, "plain": 1, "rejected": 3}
     text = terminal(TOKENS)
     assert "\x1b[42;30m right\x1b[0m" in text
-    assert "rejected guesses: 3" in text
+    assert "\x1b[9;31m wrong\x1b[0m\x1b[9;31m <i>\x1b[0m\x1b[9;31m\ufffd[2J\x1b[0m\x1b[41;97m instead\x1b[0m" in text
+    assert "\x1b[9;31mrejected\x1b[0m 3: " in text
     made = page(TOKENS)
     assert '<span class="plain" title="plain">&lt;b&gt;</span>' in made
-    assert 'title="replacement, 3 rejected"> wrong<' in made
+    assert '<del title="rejected guess 1 of 3"> wrong</del><del title="rejected guess 2 of 3"> &lt;i&gt;</del>' in made
+    assert 'title="replacement, 3 rejected"> instead<' in made
+    assert '<span class="rejected">rejected</span> 3: ' in made
 
 
 def test_a_request_is_sent_once_without_streaming(

@@ -48,6 +48,8 @@ def test_rejected_guesses_are_computed_over(kept):
     output = only(outputs)
     assert output.new_token_ids == tuple(range(16, 16 + kept + 1))
     assert (output.num_draft_tokens, output.num_accepted_tokens) == (4, kept)
+    assert output.rejected_token_ids == tuple(plan.scheduled[0].token_ids[1 + kept :])
+    assert len(output.rejected_token_ids) == 4 - kept
     start = plan.scheduled[0].start
     assert step(scheduler, device)[0].scheduled[0].start == start + 1 + kept
 
@@ -69,7 +71,18 @@ def test_an_output_ends_inside_the_tokens_of_a_step(text, sampling, tokens, acce
     output = only(step(scheduler, device)[1])
     assert (output.new_token_ids, output.finish_reason) == (tokens, reason)
     assert output.num_accepted_tokens == accepted
+    assert output.rejected_token_ids == ()  # What stood behind the end was never wrong.
     assert scheduler.has_work is (reason is None)
+
+
+def test_a_guess_that_ends_the_output_on_the_device_is_not_reported_as_rejected():
+    """The sampler stops at an ending token, so its answer has no token behind that guess."""
+    scheduler, _ = speculating([10, 11, EOS, 13, 14, 15])
+    plan = scheduler.schedule()
+    assert plan.scheduled[0].token_ids == [10, 11, EOS, 13, 14]
+    output = only(scheduler.update(plan, [StepResult(plan.scheduled[0].request_id, (11, EOS))]))
+    assert (output.new_token_ids, output.finish_reason) == ((11, EOS), "stop")
+    assert output.rejected_token_ids == ()
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))

@@ -263,17 +263,18 @@ def test_prompt_logprobs_have_vllms_shape(new_server: Says) -> None:
 
 def test_each_token_says_how_speculation_came_by_it(new_server: Says) -> None:
     def script(request: AddRequest) -> list[RequestOutput]:
-        def out(ids: bytes, drafted: int, accepted: int, end: str | None = None) -> RequestOutput:
+        def out(ids: bytes, drafted: int, accepted: int, end: str | None = None, wrong: bytes = b"") -> RequestOutput:
             return RequestOutput(
                 request_id=request.request_id, new_token_ids=tuple(ids), num_draft_tokens=drafted,
-                num_accepted_tokens=accepted, finish_reason=end,
+                num_accepted_tokens=accepted, finish_reason=end, rejected_token_ids=tuple(wrong),
             )  # fmt: skip
 
-        return [out(b"a", 0, 0), out(b"bc", 3, 1), out(b"def", 2, 2, "length")]
+        # Of the last step's guesses one ended the output itself, and one stood behind it.
+        return [out(b"a", 0, 0), out(b"bc", 3, 1, wrong=b"xy"), out(b"def", 2, 2), out(b"gh", 3, 1, "length")]
 
     expected = [
-        ("a", "plain", 0), ("b", "accepted", 0), ("c", "replacement", 2), ("d", "accepted", 0), ("e", "accepted", 0),
-        ("f", "bonus", 0),
+        ("a", "plain", []), ("b", "accepted", []), ("c", "replacement", ["x", "y"]), ("d", "accepted", []),
+        ("e", "accepted", []), ("f", "bonus", []), ("g", "accepted", []), ("h", "accepted", []),
     ]  # fmt: skip
     for stream in (False, True):
         answer = new_server(script).complete(return_token_kinds=True, stream=stream)
