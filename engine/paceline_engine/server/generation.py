@@ -190,30 +190,20 @@ def _advance(engine: Engine, run: _Run, index: int, arrivals: list[Arrival]) -> 
     text = run.prompt.echo or "" if run.first is None else ""
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    ended: str | None = None
     for arrival in arrivals:
         text += _take(engine, run, arrival, logprobs)
         prompt_logprobs = prompt_logprobs or arrival.output.prompt_logprobs
         ended = "stop" if run.output.stopped else arrival.output.finish_reason
-        if ended is None:
-            continue
-        run.reason = ended
-        raise_unless_regular(engine, arrival.output, ended)
-        text += "" if run.prompt.prompt_only else run.output.flush()
-        run.text.append(text)
-        run.reason = "stop" if run.output.stopped else ended
-        return Delta(
-            index=index,
-            counts=run.counts,
-            text=text,
-            logprobs=tuple(logprobs),
-            prompt_logprobs=prompt_logprobs,
-            kinds=tuple(run.kinds),
-            finish_reason=run.reason,
-            incomplete=_is_incomplete(run),
-        )
+        if ended is not None:
+            run.reason = ended
+            raise_unless_regular(engine, arrival.output, ended)
+            text += "" if run.prompt.prompt_only else run.output.flush()
+            run.reason = ended = "stop" if run.output.stopped else ended
+            break
     if run.prompt.constraint is not None:
         run.text.append(text)
-    if not (text or logprobs or prompt_logprobs or run.kinds):
+    if ended is None and not (text or logprobs or prompt_logprobs or run.kinds):
         return None
     return Delta(
         index=index,
@@ -222,6 +212,8 @@ def _advance(engine: Engine, run: _Run, index: int, arrivals: list[Arrival]) -> 
         logprobs=tuple(logprobs),
         prompt_logprobs=prompt_logprobs,
         kinds=tuple(run.kinds),
+        finish_reason=ended,
+        incomplete=None if ended is None else _is_incomplete(run),
     )
 
 
