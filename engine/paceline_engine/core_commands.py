@@ -132,9 +132,10 @@ class Commands:
                 raise ValueError(f"the core knows no command {name!r}")
 
     def _explain(self, arguments: Mapping[str, str], now: float) -> dict[str, Any]:
-        """Why each waiting request waits; with log=true also the step log, for `core.step_log.replay`."""
+        """Who runs, and why each waiting request waits; with log=true also the step log, for `core.step_log.replay`."""
         values: dict[str, Any] = {
             "num_running": self._scheduler.num_running,
+            "running": self._scheduler.running_ids(),
             "waiting": msgspec.to_builtins(self._scheduler.why_waiting(now)),
         }
         if arguments.get("log") == "true":

@@ -13,6 +13,15 @@ from paceline_cli.errors import BadInput, CliError
 
 def post(engine: str, path: str, body: dict[str, Any], *, about: str, token_file: Path | None, timeout: float) -> Any:
     """The answer's JSON. engine: base URL. about: what the body was made of, for errors. timeout: seconds."""
+    return _ask(engine, path, json.dumps(body).encode(), about, token_file, timeout)
+
+
+def get(engine: str, path: str, *, token_file: Path | None, timeout: float) -> Any:
+    """The answer's JSON. engine: base URL. timeout: seconds."""
+    return _ask(engine, path, None, path, token_file, timeout)
+
+
+def _ask(engine: str, path: str, body: bytes | None, about: str, token_file: Path | None, timeout: float) -> Any:
     headers = {"content-type": "application/json"}
     if token_file is not None:
         try:
@@ -20,7 +29,7 @@ def post(engine: str, path: str, body: dict[str, Any], *, about: str, token_file
         except OSError as error:
             raise BadInput(f"can't read --internal-token-file {token_file}: {error.strerror}") from error
     try:
-        request = urllib.request.Request(engine.rstrip("/") + path, data=json.dumps(body).encode(), headers=headers)
+        request = urllib.request.Request(engine.rstrip("/") + path, data=body, headers=headers)
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:

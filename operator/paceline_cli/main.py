@@ -26,6 +26,7 @@ Examples:
   kubectl get pisvc -o yaml | paceline validate -
   paceline render my.yaml | less           what the operator would create
   paceline explain prompt a.json b.json    why two prompts share no more of the cache
+  paceline explain request my-id           what a waiting request waits for
 """
 
 app = typer.Typer(
@@ -168,6 +169,26 @@ def _explain_tokens(
 
     options = explain_tokens.Options(engine, html, internal_token_file, as_json)
     raise typer.Exit(explain_tokens.run(request, options))
+
+
+@explain.command("request")
+def _explain_request(
+    request_id: Annotated[
+        str, typer.Argument(metavar="[ID]", help="The request's x-request-id. Default: all that wait.")
+    ] = "",
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="Admin address of the engine that has it.")
+    ] = "http://127.0.0.1:8001",
+    internal_token_file: Annotated[Path | None, typer.Option(help="File with the engine's bearer token.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show why a request waits in an engine's queue, and how much of what is missing.
+
+    Exit code 1 if the engine has no such request: it has ended, or never came.
+    """
+    from paceline_cli.commands import explain_request
+
+    raise typer.Exit(explain_request.run(request_id, explain_request.Options(engine, internal_token_file, as_json)))
 
 
 def main() -> None:

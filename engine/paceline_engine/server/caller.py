@@ -1,4 +1,4 @@
-"""What the headers of a request say: salt, priority and remaining time, as the router sets them."""
+"""What the headers of a request say: its id, salt, priority and remaining time, as the router sets them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from paceline_engine.server.schemas import MAX_SALT_CHARS
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The headers' values. deadline_ms: remaining when the request arrived."""
+    """The headers' values. request_id: the client's or a new one. deadline_ms: remaining when the request arrived."""
 
+    request_id: str = ""
     salt: str = ""
     priority: int | None = None
     deadline_ms: int | None = None
@@ -30,7 +31,12 @@ def caller_of(request: Request) -> Caller:
     salt = request.headers.get(HEADER_SALT, "")
     if len(salt) > MAX_SALT_CHARS:
         raise invalid(f"header {HEADER_SALT} is longer than {MAX_SALT_CHARS} characters", HEADER_SALT)
-    return Caller(salt, _integer(request, HEADER_PRIORITY, 2**31), _integer(request, HEADER_DEADLINE_MS, 2**53))
+    return Caller(
+        request_id=request.state.request_id,
+        salt=salt,
+        priority=_integer(request, HEADER_PRIORITY, 2**31),
+        deadline_ms=_integer(request, HEADER_DEADLINE_MS, 2**53),
+    )
 
 
 def _integer(request: Request, name: str, bound: int) -> int | None:

@@ -98,6 +98,7 @@ async def _prompts(engine: Engine, body: EmbeddingRequest, caller: Caller) -> li
             token_ids=ids,
             sampling=SamplingParams(max_tokens=1),
             arrived=arrived,
+            request_id=caller.request_id,
             salt=caller.salt or body.cache_salt,
             priority=body.priority if caller.priority is None else caller.priority,
             e2e_at=caller.end_of(arrived, body.deadline_ms),

@@ -30,14 +30,15 @@ from paceline_engine.server.errors import (
 class Prompt:
     """One choice to generate. Times are in the engine's clock; `*_at` are deadlines, None is no limit.
 
-    number: of the prompt in its request; the choices of one prompt share it. echo: the prompt's text is part of the
-    answer. prompt_only: nothing is generated, one token is thrown away. hidden: ids without text; None hides the
-    special tokens. embed: an embedding is wanted, and nothing is generated.
+    request_id: of the HTTP request. number: of the prompt in it; the choices of one prompt share it. echo: the prompt's
+    text is part of the answer. prompt_only: nothing is generated, one token is thrown away. hidden: ids without text;
+    None hides the special tokens. embed: an embedding is wanted, and nothing is generated.
     """
 
     token_ids: list[int]
     sampling: SamplingParams
     arrived: float
+    request_id: str = ""
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
     hidden: frozenset[int] | None = None
@@ -161,7 +162,8 @@ def submit(engine: Engine, prompt: Prompt) -> RequestStream:
         engine.metrics.on_rejected("deadline")
         raise deadline_exceeded("the deadline passed before the request could begin")
     request = AddRequest(
-        request_id=uuid.uuid4().hex,
+        # A client may use an id twice, the core may not; `paceline explain request` looks for what is before the slash.
+        request_id=f"{prompt.request_id}/{uuid.uuid4().hex[:16]}",
         prompt_token_ids=tuple(prompt.token_ids),
         sampling=prompt.sampling,
         salt=prompt.salt,

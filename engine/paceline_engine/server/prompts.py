@@ -207,6 +207,7 @@ def _prompt(
         token_ids=ids,
         sampling=SamplingParams(max_tokens=1),
         arrived=arrived,
+        request_id=caller.request_id,
         stops=request.stops,
         keep_stop=request.include_stop_str_in_output,
         salt=caller.salt or request.cache_salt,

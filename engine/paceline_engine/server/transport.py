@@ -118,7 +118,7 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 class RequestIds:
-    """ASGI middleware: every answer carries the client's x-request-id, or a new one."""
+    """ASGI middleware: every request has the client's x-request-id, or a new one, and its answer carries that."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -130,6 +130,8 @@ class RequestIds:
             return
         given = Headers(scope=scope).get(HEADER_REQUEST_ID, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
