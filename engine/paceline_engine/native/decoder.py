@@ -24,7 +24,6 @@ from paceline_engine.models.lora import AdapterTable, LayerDeltas
 from paceline_engine.models.rope import RotaryEmbedding
 from paceline_engine.models.weights import WeightFiles
 from paceline_engine.native.library import (
-    FORMATS,
     MAX_GROUP,
     BatchStruct,
     LayerStruct,
@@ -102,7 +101,7 @@ class NativeDecoder:
         self._packed = _packed_weights(library, config, weight_files, formats, threads, cache)
         self._rotary = _rotary_tables(config, max_model_len)
         self._layers = (LayerStruct * config.num_layers)(*map(self._layer, range(config.num_layers)))
-        model = self._model(*(FORMATS[name] for name in formats))
+        model = self._model(integer=weight_format in ("int8", "int4"))
         self._handle = library.paceline_create(ctypes.byref(model), self.isa.encode(), threads)
         if not self._handle:
             raise MemoryError("there is no memory for the CPU kernels' buffers")
@@ -171,9 +170,10 @@ class NativeDecoder:
         rotation = self._rotary[index]
         cosines, sines = (None, None) if rotation is None else (table.data_ptr() for table in rotation)
         window = self.config.attention_layers()[index].window or 0
-        return LayerStruct(**addresses, cosines=cosines, sines=sines, window=window)
+        formats = {f"{name}_format": self._packed.format(f"{index}.{name}") for name in MATRICES}
+        return LayerStruct(**addresses, cosines=cosines, sines=sines, window=window, **formats)
 
-    def _model(self, layer_format: int, head_format: int) -> ModelStruct:
+    def _model(self, *, integer: bool) -> ModelStruct:
         config = self.config
         return ModelStruct(
             vocab=config.vocab_size,
@@ -183,8 +183,8 @@ class NativeDecoder:
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            format=layer_format,
-            head_format=head_format,
+            head_format=self._packed.format("head"),
+            integer=int(integer),
             half_embedding=int(self._embedding.dtype == torch.bfloat16),
             epsilon=config.rms_norm_eps,
             scale=config.attention_layers()[0].scale,

@@ -41,6 +41,10 @@ class LayerStruct(ctypes.Structure):
         ("cosines", _address),
         ("sines", _address),
         ("window", _i64),
+        ("qkv_format", _i64),
+        ("output_format", _i64),
+        ("gate_up_format", _i64),
+        ("down_format", _i64),
     )
 
 
@@ -55,8 +59,8 @@ class ModelStruct(ctypes.Structure):
         ("heads", _i64),
         ("kv_heads", _i64),
         ("head_dim", _i64),
-        ("format", _i64),
         ("head_format", _i64),
+        ("integer", _i64),
         ("half_embedding", _i64),
         ("epsilon", ctypes.c_double),
         ("scale", ctypes.c_double),
@@ -101,6 +105,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         "paceline_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
         "paceline_packed_bytes": (_i64, [ctypes.c_int32, _i64, _i64]),
         "paceline_pack": (None, [ctypes.c_int32, _address, _address, _i64, _i64, _address, ctypes.c_int32]),
+        "paceline_holds": (ctypes.c_int32, [ctypes.c_int32, _address, _address, _i64, _i64, ctypes.c_int32]),
         "paceline_create": (_address, [ctypes.POINTER(ModelStruct), ctypes.c_char_p, ctypes.c_int32]),
         "paceline_destroy": (None, [_address]),
         "paceline_step": (ctypes.c_int32, [_address, ctypes.POINTER(BatchStruct)]),

@@ -1,8 +1,10 @@
 """Weights in the kernels' layout: packed once, then mapped from a file that all engines of a machine share.
 
 A matrix W [columns, inner] becomes panels of PANEL columns, each the columns' values for k = 0, 1, ...; under a gate
-the panel is half gates, half their ups. Norms and biases stand beside them in float32. The file appears by rename,
-complete or not at all. Knows nothing of batches.
+the panel is half gates, half their ups. Norms and biases stand beside them in float32. A matrix that is to be float32
+is packed in the narrowest format that holds each of its values exactly: one that came from a 4-bit or bfloat16
+checkpoint is read from memory at its own size, and computes the same bits. The file appears by rename, complete or not
+at all. Knows nothing of batches.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,29 +30,51 @@ from paceline_engine.models.weights import WeightFiles
 from paceline_engine.native.library import FORMATS, PANEL
 
 # Of the layout; a file of another version is not found, since the version is in its name.
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64
 MATRICES = ("qkv", "output", "gate_up", "down")
+# That may hold a float32 matrix, the narrowest first.
+EXACT_FORMATS = ("int4", "int8", "bfloat16", "float32")
 Bytes = npt.NDArray[np.uint8]
 
 logger = logging.getLogger(__name__)
 
 
+class Place(NamedTuple):
+    """Where a tensor stands in the buffer, and its packed format; a vector's says nothing."""
+
+    offset: int
+    format: int
+
+
+class Tensor(NamedTuple):
+    """One tensor to pack: its name and format, its bytes and who writes them."""
+
+    name: str
+    format: int
+    size: int
+    write: Callable[[Bytes], None]
+
+
 class PackedWeights:
     """Addresses of packed matrices and plain vectors by name, "LAYER.FIELD", "norm" and "head", in one buffer."""
 
-    def __init__(self, index: dict[str, int], buffer: Bytes) -> None:
+    def __init__(self, index: dict[str, Place], buffer: Bytes) -> None:
         self._index = index
         self._buffer = buffer
 
     def address(self, name: str) -> int | None:
         """None where the model has no such tensor."""
-        offset = self._index.get(name)
-        return None if offset is None else self._buffer.ctypes.data + offset
+        place = self._index.get(name)
+        return None if place is None else self._buffer.ctypes.data + place.offset
+
+    def format(self, name: str) -> int:
+        """A matrix's format, a value of FORMATS."""
+        return self._index[name].format
 
 
 class Packer:
-    """Packs a checkpoint into one format with the library's threads."""
+    """Packs a checkpoint with the library's threads; formats are the layers' and the head's, keys of FORMATS."""
 
     def __init__(
         self, library: ctypes.CDLL, config: ModelConfig, weights: WeightFiles, formats: tuple[str, str], threads: int
@@ -59,54 +84,68 @@ class Packer:
         self._weights = weights
         self._format, self._head_format = formats
         self._threads = threads
+        self._found: dict[str, str] = {}
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor, in the order of `fill`."""
-        return {name: size for name, size, _ in self._tensors()}
+    def places(self, begin: int) -> tuple[dict[str, Place], int]:
+        """Aligned places from offset `begin` on in the order of `fill`, and the end."""
+        index: dict[str, Place] = {}
+        for name, form, size, _ in self._tensors():
+            begin = _aligned(begin)
+            index[name] = Place(begin, form)
+            begin += size
+        return index, begin
 
-    def fill(self, index: dict[str, int], buffer: Bytes) -> None:
+    def fill(self, index: dict[str, Place], buffer: Bytes) -> None:
         """Write all tensors at their offsets."""
-        for name, size, write in self._tensors():
-            write(buffer[index[name] : index[name] + size])
+        for name, _, size, write in self._tensors():
+            write(buffer[index[name].offset : index[name].offset + size])
 
-    def _tensors(self) -> Iterator[tuple[str, int, Callable[[Bytes], None]]]:
+    def _tensors(self) -> Iterator[Tensor]:
         config = self._config
         for layer in range(config.num_layers):
             weights = load_layer(self._weights, config, layer)
             for field in fields(LayerWeights):
                 tensor = getattr(weights, field.name)
-                if tensor is not None:
-                    yield self._tensor(f"{layer}.{field.name}", tensor, self._format, field.name == "gate_up")
-        yield self._tensor(
-            "norm", self._weights.take_norm("model.norm.weight", config.hidden_size, config.norm_offset), "", False
-        )
+                if tensor is None:
+                    continue
+                if tensor.dim() == 1:
+                    yield _vector(f"{layer}.{field.name}", tensor)
+                else:
+                    yield self._matrix(f"{layer}.{field.name}", tensor, self._format, field.name == "gate_up")
+        yield _vector("norm", self._weights.take_norm("model.norm.weight", config.hidden_size, config.norm_offset))
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         shape = (config.vocab_size, config.hidden_size)
-        yield self._tensor("head", self._weights.take(head, *shape), self._head_format, False)
+        yield self._matrix("head", self._weights.take(head, *shape), self._head_format, False)
 
-    def _tensor(
-        self, name: str, tensor: torch.Tensor, form: str, gated: bool
-    ) -> tuple[str, int, Callable[[Bytes], None]]:
-        if tensor.dim() == 1:
-            values = tensor.float().numpy()
-            return name, values.nbytes, lambda target: target.__setitem__(slice(None), values.view(np.uint8))
+    def _matrix(self, name: str, tensor: torch.Tensor, form: str, gated: bool) -> Tensor:
         columns, inner = tensor.shape
-        size = self._library.paceline_packed_bytes(FORMATS[form], columns, inner)
+        source = np.ascontiguousarray(tensor.float().numpy())
+        order = panel_order(columns, gated)
+        matrix = (source.ctypes.data, order.ctypes.data, columns, inner)
+        if form == "float32":
+            if name not in self._found:
+                self._found[name] = next(
+                    exact
+                    for exact in EXACT_FORMATS
+                    if self._library.paceline_holds(FORMATS[exact], *matrix, self._threads)
+                )
+            form = self._found[name]
 
-        def write(target: Bytes) -> None:
-            source = np.ascontiguousarray(tensor.float().numpy())
-            order = panel_order(columns, gated)
-            self._library.paceline_pack(
-                FORMATS[form],
-                source.ctypes.data,
-                order.ctypes.data,
-                columns,
-                inner,
-                target.ctypes.data,
-                self._threads,
-            )
+        def write(target: Bytes, kept: object = (source, order)) -> None:
+            self._library.paceline_pack(FORMATS[form], *matrix, target.ctypes.data, self._threads)
 
-        return name, size, write
+        return Tensor(name, FORMATS[form], self._library.paceline_packed_bytes(FORMATS[form], columns, inner), write)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _vector(name: str, tensor: torch.Tensor) -> Tensor:
+    values = tensor.float().numpy()
+    return Tensor(
+        name, FORMATS["float32"], values.nbytes, lambda target: target.__setitem__(slice(None), values.view(np.uint8))
+    )
 
 
 def panel_order(columns: int, gated: bool) -> npt.NDArray[np.int64]:
@@ -123,19 +162,9 @@ def panel_order(columns: int, gated: bool) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(order.reshape(-1))
 
 
-def offsets(sizes: dict[str, int], begin: int) -> tuple[dict[str, int], int]:
-    """Aligned offsets from `begin` on, and the end."""
-    index: dict[str, int] = {}
-    for name, size in sizes.items():
-        begin = -(-begin // ALIGNMENT) * ALIGNMENT
-        index[name] = begin
-        begin += size
-    return index, begin
-
-
 def pack_in_memory(packer: Packer) -> PackedWeights:
     """Packed weights of this process alone."""
-    index, size = offsets(packer.sizes(), 0)
+    index, size = packer.places(0)
     # Anonymous pages are zero and start on a page boundary.
     buffer = np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)
     packer.fill(index, buffer)
@@ -146,18 +175,20 @@ def open_or_pack(path: Path, make_packer: Callable[[], Packer]) -> PackedWeights
     """Map `path`, after writing it if it isn't there. Raises OSError where it can't be written."""
     if not path.is_file():
         packer = make_packer()
-        sizes = packer.sizes()
-        logger.info("packing the weights for this CPU's kernels: %s (%d MiB)", path, sum(sizes.values()) >> 20)
-        _write(path, sizes, packer)
+        _write(path, packer)
     buffer = np.memmap(path, dtype=np.uint8, mode="r")
     length = int.from_bytes(buffer[:8].tobytes(), "little")
-    return PackedWeights(json.loads(buffer[8 : 8 + length].tobytes()), buffer)
+    index = json.loads(buffer[8 : 8 + length].tobytes())
+    return PackedWeights({name: Place(*place) for name, place in index.items()}, buffer)
 
 
-def _write(path: Path, sizes: dict[str, int], packer: Packer) -> None:
-    # The header's own length depends on the offsets, so its place is reserved generously.
-    reserved = 4096 + sum(len(name) + 32 for name in sizes)
-    index, size = offsets(sizes, reserved)
+def _write(path: Path, packer: Packer) -> None:
+    # The header's own length depends on the offsets: the tensors begin behind it only if enough is left free.
+    index, end = packer.places(0)
+    reserved = _aligned(4096 + sum(len(name) + 48 for name in index))
+    index = {name: Place(place.offset + reserved, place.format) for name, place in index.items()}
+    size = end + reserved
+    logger.info("packing the weights for this CPU's kernels: %s (%d MiB)", path, size >> 20)
     header = json.dumps(index).encode()
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

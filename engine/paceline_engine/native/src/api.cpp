@@ -1,4 +1,5 @@
 // The library's C interface, called from library.py. Nothing here throws across it: errors are null or a number.
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -52,11 +53,28 @@ struct Packing : Work {
   const float* source;
   const int64_t* row_of;
   int64_t inner;
-  uint8_t* packed;
+  uint8_t* packed;  // Null to look only whether `format` holds the source.
+  std::atomic<bool> held{true};
   void run(int, int chunk, int) override {
-    kernels->pack(format, source, row_of + static_cast<int64_t>(chunk) * PANEL, inner, chunk, packed);
+    const int64_t* columns = row_of + static_cast<int64_t>(chunk) * PANEL;
+    if (packed) kernels->pack(format, source, columns, inner, chunk, packed);
+    else if (held && !kernels->holds(format, source, columns, inner)) held = false;
   }
 };
+
+bool run_packing(int32_t format, const float* source, const int64_t* row_of, int64_t columns, int64_t inner,
+                 uint8_t* packed, int32_t threads) {
+  Pool pool(threads);
+  Packing packing;
+  packing.kernels = best_kernels("");
+  packing.format = format;
+  packing.source = source;
+  packing.row_of = row_of;
+  packing.inner = inner;
+  packing.packed = packed;
+  pool.run(packing, {static_cast<int>(panels(columns))});
+  return packing.held;
+}
 
 struct Roof : Work {
   const Kernels* kernels;
@@ -89,15 +107,13 @@ int64_t paceline_packed_bytes(int32_t format, int64_t columns, int64_t inner) {
 
 void paceline_pack(int32_t format, const float* source, const int64_t* row_of, int64_t columns, int64_t inner,
                    uint8_t* packed, int32_t threads) {
-  Pool pool(threads);
-  Packing packing;
-  packing.kernels = best_kernels("");
-  packing.format = format;
-  packing.source = source;
-  packing.row_of = row_of;
-  packing.inner = inner;
-  packing.packed = packed;
-  pool.run(packing, {static_cast<int>(panels(columns))});
+  run_packing(format, source, row_of, columns, inner, packed, threads);
+}
+
+// Whether packing in that format loses no bit of a float32 matrix.
+int32_t paceline_holds(int32_t format, const float* source, const int64_t* row_of, int64_t columns, int64_t inner,
+                       int32_t threads) {
+  return run_packing(format, source, row_of, columns, inner, nullptr, threads);
 }
 
 void* paceline_create(const Model* model, const char* wanted, int32_t threads) {

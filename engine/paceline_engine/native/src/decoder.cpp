@@ -9,8 +9,6 @@ namespace paceline {
 namespace {
 
 constexpr int64_t ALIGNMENT = 16;  // floats of a cache line
-// Rows of one product's chunk: their activations stay in a core's second-level cache beside a panel.
-constexpr int64_t GEMM_ROWS = 96;
 constexpr int64_t MAX_PANELS_PER_CHUNK = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -47,7 +45,8 @@ void Decoder::reserve(int64_t tokens) {
   grow(qkv_, qkv_stride_);
   grow(attended_, attended_stride_);
   grow(inner_, inner_stride_);
-  if (model_.format >= INT8 || model_.head_format >= INT8) {
+  grow(packed_, packed_rows(1, widest_));
+  if (model_.integer) {
     const int64_t groups = ceil_div(widest_, GROUP);
     grow(scales_, groups);
     if (sums_.size() < static_cast<size_t>(tokens * groups)) sums_.resize(tokens * groups);
@@ -70,6 +69,11 @@ void Decoder::step(const Batch& batch) {
              model_.vocab, batch.logits_rows, STORE, model_.head_format);
   }
   pool_.run(*this, chunks_);
+}
+
+// Rows of one packed tile; 0 where a product takes rows as they are.
+int64_t Decoder::height_of(int64_t rows) const {
+  return rows > kernels_.direct_rows ? ceil_div(rows, ceil_div(rows, kernels_.tile_rows)) : 0;
 }
 
 void Decoder::add_rows(Stage stage, int64_t rows, int64_t rows_per_chunk) {
@@ -99,20 +103,28 @@ void Decoder::add_gemm(const float* x, int64_t x_stride, int64_t inner, const ui
                        const float* bias, float* y, int64_t y_stride, int64_t rows, Epilogue epilogue,
                        int64_t format) {
   const QuantisedRows quantised{aligned(values_), scales_.data(), sums_.data()};
-  if (format == INT8 || format == INT4) {
+  const bool integer = model_.integer && (format == INT8 || format == INT4);
+  if (integer) {
     Stage stage{QUANTISE};
     stage.x = x;
     stage.size = inner;
     stage.stride = x_stride;
     stage.gemm.quantised = quantised;
     add_rows(stage, rows, 8);
+  } else if (height_of(rows)) {
+    Stage stage{PACK};
+    stage.x = x;
+    stage.size = inner;
+    stage.stride = x_stride;
+    add_rows(stage, rows, height_of(rows));
   }
   Stage stage{GEMM};
-  stage.gemm = Gemm{x,       x_stride, quantised, weights,  static_cast<int32_t>(format), inner, columns, bias,
-                    y, y_stride, epilogue};
+  const int64_t height = integer ? 0 : height_of(rows), unit = height ? height : 1;
+  stage.gemm = Gemm{height ? aligned(packed_) : x, x_stride, height, quantised, weights, static_cast<int32_t>(format),
+                    integer, inner, columns, bias, y, y_stride, epilogue};
   stage.rows = rows;
-  const int64_t row_chunks = ceil_div(rows, GEMM_ROWS);
-  stage.rows_per_chunk = ceil_div(rows, row_chunks);
+  const int64_t row_chunks = ceil_div(rows, GEMM_ROWS / unit * unit);
+  stage.rows_per_chunk = ceil_div(ceil_div(rows, unit), row_chunks) * unit;
   const int64_t count = panels(columns);
   stage.panels_per_chunk = std::clamp<int64_t>(count / (pool_.threads() * 16), 1, MAX_PANELS_PER_CHUNK);
   stage.panel_chunks = ceil_div(count, stage.panels_per_chunk);
@@ -126,7 +138,7 @@ void Decoder::plan_layer(int64_t index) {
   float *hidden = aligned(hidden_), *normed = aligned(normed_), *qkv = aligned(qkv_), *inner = aligned(inner_);
   add_norm(hidden, layer.input_norm, tokens);
   add_gemm(normed, hidden_stride_, model_.hidden, layer.qkv, heads + 2 * model_.kv_heads * model_.head_dim,
-           layer.qkv_bias, qkv, qkv_stride_, tokens, STORE, model_.format);
+           layer.qkv_bias, qkv, qkv_stride_, tokens, STORE, layer.qkv_format);
   Stage rope{ROPE};
   rope.layer = index;
   add_rows(rope, tokens, 4);
@@ -134,12 +146,12 @@ void Decoder::plan_layer(int64_t index) {
   attend.layer = index;
   add_rows(attend, static_cast<int64_t>(tasks_.size()), 1);
   add_gemm(aligned(attended_), attended_stride_, heads, layer.output, model_.hidden, layer.output_bias, hidden,
-           hidden_stride_, tokens, ADD, model_.format);
+           hidden_stride_, tokens, ADD, layer.output_format);
   add_norm(hidden, layer.post_norm, tokens);
   add_gemm(normed, hidden_stride_, model_.hidden, layer.gate_up, 2 * model_.inner, layer.gate_up_bias, inner, inner_stride_,
-           tokens, GLU, model_.format);
+           tokens, GLU, layer.gate_up_format);
   add_gemm(inner, inner_stride_, model_.inner, layer.down, model_.hidden, layer.down_bias, hidden, hidden_stride_, tokens,
-           ADD, model_.format);
+           ADD, layer.down_format);
 }
 
 void Decoder::plan_attention() {
@@ -206,6 +218,11 @@ Attention Decoder::attention_of(int64_t index) const {
   return attention;
 }
 
+void Decoder::pack(const Stage& stage, int64_t begin, int64_t end) {
+  float* tile = aligned(packed_) + begin / stage.rows_per_chunk * packed_rows(stage.rows_per_chunk, stage.size);
+  kernels_.pack_rows(stage.x + begin * stage.stride, stage.stride, end - begin, stage.size, tile);
+}
+
 void Decoder::embed(int64_t begin, int64_t end) {
   float* hidden = aligned(hidden_);
   for (int64_t row = begin; row < end; ++row) {
@@ -236,6 +253,7 @@ void Decoder::run(int index, int chunk, int thread) {
     case NORM:
       return kernels_.rms_norm(stage.x + begin * hidden_stride_, hidden_stride_, stage.weight, model_.hidden, epsilon,
                                normed + begin * hidden_stride_, end - begin);
+    case PACK: return pack(stage, begin, end);
     case QUANTISE: return kernels_.quantise(stage.x, stage.stride, stage.size, stage.gemm.quantised, begin, end);
     case GEMM: {
       const int64_t first = chunk % stage.panel_chunks * stage.panels_per_chunk;

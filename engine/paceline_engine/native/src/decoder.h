@@ -27,11 +27,13 @@ struct Layer {
   const float* cosines;  // [positions, head_dim / 2], null for a layer without positions
   const float* sines;
   int64_t window;  // positions that a token sees, its own included; 0 is all
+  int64_t qkv_format, output_format, gate_up_format, down_format;
 };
 
 struct Model {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim;
-  int64_t format, head_format;  // of the layers' packed matrices, and of the head
+  int64_t head_format;
+  int64_t integer;         // activations are quantised for products with quantised weights
   int64_t half_embedding;  // the embedding is bfloat16, else float32
   double epsilon, scale;
   const uint8_t* embedding;  // [vocab, hidden], not packed
@@ -64,12 +66,12 @@ class Decoder : public Work {
   void run(int stage, int chunk, int thread) override;
 
  private:
-  enum Kind { EMBED, NORM, QUANTISE, GEMM, ROPE, ATTEND, GATHER };
+  enum Kind { EMBED, NORM, PACK, QUANTISE, GEMM, ROPE, ATTEND, GATHER };
   struct Stage {
     Kind kind;
     int64_t rows_per_chunk = 0, panels_per_chunk = 0, panel_chunks = 0, layer = 0;
     const float* weight = nullptr;  // NORM
-    const float* x = nullptr;       // NORM, QUANTISE
+    const float* x = nullptr;       // NORM, PACK, QUANTISE
     int64_t size = 0, stride = 0, rows = 0;
     const int64_t* row_of = nullptr;  // GATHER: which rows of x
     float* to = nullptr;              // GATHER
@@ -84,6 +86,8 @@ class Decoder : public Work {
   void add_gemm(const float* x, int64_t x_stride, int64_t inner, const uint8_t* weights, int64_t columns,
                 const float* bias, float* y, int64_t y_stride, int64_t rows, Epilogue epilogue, int64_t format);
   void reserve(int64_t tokens);
+  int64_t height_of(int64_t rows) const;
+  void pack(const Stage& stage, int64_t begin, int64_t end);
   void embed(int64_t begin, int64_t end);
   Rope rope_of(int64_t layer) const;
   Attention attention_of(int64_t layer) const;
@@ -98,7 +102,7 @@ class Decoder : public Work {
   std::vector<int> chunks_;
   std::vector<AttentionTask> tasks_;
   int64_t hidden_stride_, qkv_stride_, attended_stride_, inner_stride_, widest_;
-  std::vector<float> hidden_, normed_, qkv_, attended_, inner_, scales_;
+  std::vector<float> hidden_, normed_, packed_, qkv_, attended_, inner_, scales_;
   std::vector<int8_t> values_;
   std::vector<int32_t> sums_;
   std::vector<std::vector<float>> scratch_;

@@ -24,6 +24,13 @@ constexpr int MAX_ROWS = 2;
 constexpr int MAX_ROWS = 1;
 #endif
 
+// Rows that are computed straight from packed weights of any format; more of them are packed too.
+#if defined(__AVX512F__)
+constexpr int DIRECT_ROWS = 8;
+#else
+constexpr int DIRECT_ROWS = 1;
+#endif
+
 // Weights to fetch into the second-level cache while others are computed with: `step` bytes from `at` on for each k.
 // One panel's computation fetches the next panel, so that memory and arithmetic work at the same time.
 struct Ahead {
@@ -70,6 +77,32 @@ __attribute__((noinline)) void tile(const float* x, int64_t x_stride, int64_t in
     for (int v = 0; v < VECTORS; ++v) store(y + r * y_stride + v * LANES, acc[r][v]);
 }
 
+// The same of rows packed as [inner][ROWS], so that few registers address many rows; sums are [ROWS, PANEL].
+template <int ROWS>
+__attribute__((noinline)) void packed_tile(const float* x, int64_t inner, const float* w, float* sums, Ahead ahead) {
+  Vf acc[ROWS][VECTORS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(sums + r * PANEL + v * LANES);
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < inner; ++k, w += PANEL, x += ROWS, ahead.at += ahead.step) {
+    __builtin_prefetch(ahead.at, 0, 2);
+    Vf b[VECTORS];
+    load_row(w, b);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const Vf a = splat(x[r]);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) acc[r][v] += a * b[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) store(sums + r * PANEL + v * LANES, acc[r][v]);
+}
+
 template <class T>
 using Tile = void (*)(const float*, int64_t, int64_t, const T*, int64_t, float*, int64_t, Ahead);
 
@@ -81,6 +114,15 @@ constexpr auto tile_table(std::integer_sequence<int, N...>) {
 // Entry n - 1 takes n rows.
 template <class T>
 constexpr auto TILES = tile_table<T>(std::make_integer_sequence<int, MAX_ROWS>{});
+
+using PackedTile = void (*)(const float*, int64_t, const float*, float*, Ahead);
+
+template <int... N>
+constexpr auto packed_tile_table(std::integer_sequence<int, N...>) {
+  return std::array<PackedTile, sizeof...(N)>{packed_tile<N + 1>...};
+}
+
+constexpr auto PACKED_TILES = packed_tile_table(std::make_integer_sequence<int, MAX_ROWS>{});
 
 // Height of the next tile when `left` rows remain: tiles of nearly equal height, each at most `limit`.
 INLINE int64_t next_rows(int64_t left, int64_t limit) {
@@ -121,19 +163,60 @@ INLINE void finish(const Gemm& g, int64_t row, int64_t rows, int64_t panel, cons
   }
 }
 
-template <class T>
+// Activations of these many k and the weights of as many stay in the first-level cache while rows go by.
+constexpr int64_t BLOCK = 128;
+// Rows of one call of `gemm`: their sums stay in the first-level cache.
+static_assert(GEMM_ROWS * PANEL * sizeof(float) <= 16384);
+
+// Weights in the format that they are computed in: nothing to expand.
+struct Floats {
+  static const float* expand(const uint8_t* panel, int64_t begin, int64_t, float*) {
+    return reinterpret_cast<const float*>(panel) + begin * PANEL;
+  }
+  static void direct(const Gemm& g, int64_t row, int64_t rows, const uint8_t* panel, float* sums, Ahead ahead) {
+    TILES<float>[rows - 1](g.x + row * g.x_stride, g.x_stride, g.inner, reinterpret_cast<const float*>(panel), PANEL,
+                           sums, PANEL, ahead);
+  }
+};
+
+struct Halves {
+  static const float* expand(const uint8_t* panel, int64_t begin, int64_t count, float* block) {
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(panel) + begin * PANEL;
+    for (int64_t i = 0; i < count * PANEL; i += LANES) store(block + i, load(w + i));
+    return block;
+  }
+  static void direct(const Gemm& g, int64_t row, int64_t rows, const uint8_t* panel, float* sums, Ahead ahead) {
+    TILES<uint16_t>[rows - 1](g.x + row * g.x_stride, g.x_stride, g.inner, reinterpret_cast<const uint16_t*>(panel),
+                              PANEL, sums, PANEL, ahead);
+  }
+};
+
+// A panel's sums for all rows of the call. Few rows are computed straight from the packed weights; for more, a block of
+// weights at a time becomes floats that all rows then use. Either way a sum is the same chain of multiply-adds.
+template <class Weights>
 void float_gemm(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-  const int64_t bytes = g.inner * PANEL * sizeof(T), passes = (row_end - row_begin + MAX_ROWS - 1) / MAX_ROWS;
+  const int64_t bytes = panel_bytes(g.format, g.inner), rows = row_end - row_begin;
+  alignas(64) float block[BLOCK * PANEL];
+  alignas(64) float sums[GEMM_ROWS * PANEL];
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const uint8_t* w = g.weights + panel * bytes;
-    int64_t pass = 0;
-    for (int64_t row = row_begin, count; row < row_end; row += count, ++pass) {
-      count = next_rows(row_end - row, MAX_ROWS);
-      float sums[MAX_ROWS * PANEL] = {};
-      TILES<T>[count - 1](g.x + row * g.x_stride, g.x_stride, g.inner, reinterpret_cast<const T*>(w), PANEL, sums,
-                          PANEL, ahead_of(w + bytes, bytes, pass, passes, g.inner));
-      finish(g, row, count, panel, sums);
+    const uint8_t *w = g.weights + panel * bytes, *next = w + bytes;
+    std::memset(sums, 0, sizeof(float) * rows * PANEL);
+    if (!g.height) {
+      Weights::direct(g, row_begin, rows, w, sums, {next, bytes / g.inner});
+      finish(g, row_begin, rows, panel, sums);
+      continue;
     }
+    const int64_t step = bytes / g.inner / ((rows + g.height - 1) / g.height);
+    for (int64_t k = 0; k < g.inner; k += BLOCK) {
+      const int64_t count = g.inner - k < BLOCK ? g.inner - k : BLOCK;
+      const float* expanded = Weights::expand(w, k, count, block);
+      for (int64_t row = 0; row < rows; row += g.height, next += step * count) {
+        const int64_t height = rows - row < g.height ? rows - row : g.height;
+        const float* x = g.x + (row_begin + row) / g.height * packed_rows(g.height, g.inner) + k * height;
+        PACKED_TILES[height - 1](x, count, expanded, sums + row * PANEL, {next, step});
+      }
+    }
+    finish(g, row_begin, rows, panel, sums);
   }
 }
 

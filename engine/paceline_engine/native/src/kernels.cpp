@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention.h"
+#include "expand.h"
 #include "gemm.h"
 #include "kernels.h"
 #include "quant.h"
@@ -12,11 +13,12 @@
 namespace {
 
 void gemm(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
+  const auto run = [&](auto* product) { product(g, row_begin, row_end, panel_begin, panel_end); };
   switch (g.format) {
-    case FLOAT32: return float_gemm<float>(g, row_begin, row_end, panel_begin, panel_end);
-    case BFLOAT16: return float_gemm<uint16_t>(g, row_begin, row_end, panel_begin, panel_end);
-    case INT8: return integer_gemm<false>(g, row_begin, row_end, panel_begin, panel_end);
-    default: return integer_gemm<true>(g, row_begin, row_end, panel_begin, panel_end);
+    case FLOAT32: return run(float_gemm<Floats>);
+    case BFLOAT16: return run(float_gemm<Halves>);
+    case INT8: return run(g.integer ? integer_gemm<false> : float_gemm<Expanded<false>>);
+    default: return run(g.integer ? integer_gemm<true> : float_gemm<Expanded<true>>);
   }
 }
 
@@ -39,6 +41,22 @@ void rms_norm(const float* x, int64_t stride, const float* weight, int64_t size,
               int64_t rows) {
   for (int64_t row = 0; row < rows; ++row)
     normalise(x + row * stride, weight, size, epsilon, y + row * stride);
+}
+
+static_assert(MAX_ROWS <= LANES);
+
+void pack_rows(const float* x, int64_t stride, int64_t rows, int64_t size, float* packed) {
+  for (int64_t k = 0; k < size; k += LANES) {
+    Vf tile[LANES] = {};
+#pragma GCC unroll 16
+    for (int r = 0; r < MAX_ROWS; ++r)
+      if (r < rows) tile[r] = load(x + r * stride + k);
+    transpose(tile);
+    // A store's lanes past the tile's rows are where the next one goes.
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+      if (k + i < size) store(packed + (k + i) * rows, tile[i]);
+  }
 }
 
 template <class T>
@@ -72,28 +90,39 @@ void attention(const Attention& a, const AttentionTask& task, float* scratch) {
   a.half ? attend<uint16_t>(a, task, scratch) : attend<float>(a, task, scratch);
 }
 
-void pack(int32_t format, const float* source, const int64_t* row_of, int64_t inner, int64_t panel, uint8_t* packed) {
-  packed += panel * panel_bytes(format, inner);
-  const auto value = [&](int column, int64_t k) {
-    return row_of[column] < 0 || k >= inner ? 0.0f : source[row_of[column] * inner + k];
-  };
-  // A cache line of each row at a time: the source is read in order.
+// use(column, first k, w [GROUP]) for each column's groups of a panel; padding is zero. A cache line of each row at a time:
+// the source is read in order. Until `use` returns false.
+template <class Use>
+bool for_each_group(const float* source, const int64_t* row_of, int64_t inner, Use use) {
   for (int64_t first = 0; first < inner; first += GROUP)
     for (int column = 0; column < PANEL; ++column) {
-      float w[GROUP];
-      for (int k = 0; k < GROUP; ++k) w[k] = value(column, first + k);
-      if (format == INT8 || format == INT4) {
-        const int64_t bytes = panel_bytes(format, GROUP);
-        pack_group(w, format == INT4, column, packed + first / GROUP * bytes);
-        continue;
-      }
+      float w[GROUP] = {};
       const int64_t count = inner - first < GROUP ? inner - first : GROUP;
-      for (int64_t k = 0; k < count; ++k) {
-        const int64_t at = (first + k) * PANEL + column;
-        if (format == FLOAT32) reinterpret_cast<float*>(packed)[at] = w[k];
-        else reinterpret_cast<uint16_t*>(packed)[at] = to_bf16(w[k]);
-      }
+      if (row_of[column] >= 0) std::memcpy(w, source + row_of[column] * inner + first, sizeof(float) * count);
+      if (!use(column, first, w)) return false;
     }
+  return true;
+}
+
+void pack(int32_t format, const float* source, const int64_t* row_of, int64_t inner, int64_t panel, uint8_t* packed) {
+  packed += panel * panel_bytes(format, inner);
+  for_each_group(source, row_of, inner, [&](int column, int64_t first, const float(&w)[GROUP]) {
+    if (format == INT8 || format == INT4) {
+      pack_group(w, format == INT4, column, packed + first / GROUP * panel_bytes(format, GROUP));
+      return true;
+    }
+    for (int64_t k = first; k < inner && k < first + GROUP; ++k) {
+      const int64_t at = k * PANEL + column;
+      if (format == FLOAT32) reinterpret_cast<float*>(packed)[at] = w[k - first];
+      else reinterpret_cast<uint16_t*>(packed)[at] = to_bf16(w[k - first]);
+    }
+    return true;
+  });
+}
+
+bool holds(int32_t format, const float* source, const int64_t* row_of, int64_t inner) {
+  return for_each_group(source, row_of, inner,
+                        [&](int, int64_t, const float(&w)[GROUP]) { return holds_group(format, w); });
 }
 
 // Independent chains of acc = acc * b + c, as many as the registers hold.
@@ -141,6 +170,6 @@ float read(const uint8_t* data, int64_t bytes) {
 
 extern "C" const paceline::Kernels* TABLE(PACELINE_ISA)() {
   static const paceline::Kernels table = {
-      TEXT(PACELINE_ISA), gemm, rms_norm, quantise_rows, rope_any, attention, pack, multiply_add, read};
+      TEXT(PACELINE_ISA), DIRECT_ROWS, MAX_ROWS, gemm, rms_norm, pack_rows, quantise_rows, rope_any, attention, pack, holds, multiply_add, read};
   return &table;
 }

@@ -16,6 +16,8 @@ constexpr int GROUP = 32;
 constexpr int SPAN = 64;
 // Query rows (tokens times heads of a group) of one attention task.
 constexpr int ATTENTION_ROWS = 96;
+// Rows of one call of `gemm`, at most: their activations stay in a core's second-level cache beside a panel.
+constexpr int GEMM_ROWS = 96;
 // Activations' rows are padded by this many floats: a stride that is a multiple of 4 KiB would thrash one cache set.
 constexpr int ROW_PADDING = 16;
 
@@ -45,12 +47,18 @@ struct QuantisedRows {
 // STORE: y = xW (+ bias). ADD: y += xW (+ bias). GLU: panels hold 16 gates, then their 16 ups; y = silu(gate) * up.
 enum Epilogue : int32_t { STORE = 0, ADD = 1, GLU = 2 };
 
+// Floats from one tile of `height` packed rows to the next. Packing writes whole vectors, so a tile ends in room for one.
+inline int64_t packed_rows(int64_t height, int64_t inner) { return height * inner + 16; }
+
 struct Gemm {
-  const float* x;  // [rows, inner], row stride x_stride floats
-  int64_t x_stride;
-  QuantisedRows quantised;  // instead of x, for INT8 and INT4
+  // [rows, inner], row stride x_stride floats; with a height, tiles of so many rows (the last may have fewer), each
+  // [inner, rows of the tile].
+  const float* x;
+  int64_t x_stride, height;
+  QuantisedRows quantised;  // instead of x
   const uint8_t* weights;   // packed panels
   int32_t format;
+  bool integer;            // compute with `quantised`; else with x, whatever the format
   int64_t inner, columns;  // columns counts W's, so twice y's under GLU
   const float* bias;       // [columns] or null; under GLU all gates' biases, then all ups'
   float* y;                // [rows, columns], row stride y_stride floats
@@ -96,9 +104,13 @@ struct Rope {
 
 struct Kernels {
   const char* name;
+  // More rows than direct_rows are to be packed for a product, in tiles of at most tile_rows.
+  int64_t direct_rows, tile_rows;
   void (*gemm)(const Gemm&, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
   void (*rms_norm)(const float* x, int64_t stride, const float* weight, int64_t size, float epsilon, float* y,
                    int64_t rows);
+  // Rows of one tile in the layout that Gemm wants with a height.
+  void (*pack_rows)(const float* x, int64_t stride, int64_t rows, int64_t size, float* packed);
   void (*quantise)(const float* x, int64_t stride, int64_t size, const QuantisedRows&, int64_t begin, int64_t end);
   // Normalise and rotate queries and keys of tokens [begin, end), write keys and values to the pool.
   void (*rope)(const Rope&, int64_t begin, int64_t end);
@@ -106,6 +118,8 @@ struct Kernels {
   // Panel `panel` of W, whose column i is row_of(i) of a row-major [columns, inner] matrix, -1 for padding.
   void (*pack)(int32_t format, const float* source, const int64_t* row_of, int64_t inner, int64_t panel,
                uint8_t* packed);
+  // Whether that panel's weights are exactly the source's.
+  bool (*holds)(int32_t format, const float* source, const int64_t* row_of, int64_t inner);
   // Roofs: multiply-adds of independent chains (returns flops done), and bytes read.
   double (*multiply_add)(int64_t iterations);
   float (*read)(const uint8_t* data, int64_t bytes);

@@ -196,24 +196,35 @@ struct Scale {
   float scale, minimum;
 };
 
+// Squared error of a group under `tried`.
+inline float error_of(const float (&w)[GROUP], Scale tried) {
+  float error = 0.0f;
+  for (float x : w) {
+    const float q = std::fmin(15.0f, std::fmax(0.0f, std::nearbyint((x - tried.minimum) / tried.scale)));
+    const float off = x - (q * tried.scale + tried.minimum);
+    error += off * off;
+  }
+  return error;
+}
+
 // What q = 0 ... 15 stand for: from the smallest to the largest weight, or a somewhat narrower range if that has the
-// smaller squared error.
+// smaller squared error. Weights that were dequantised from GGUF's Q4_1, or from its Q4_0, where the largest magnitude
+// is -8, are found again.
 inline Scale four_bit_scale(const float (&w)[GROUP]) {
   float low = w[0], high = w[0];
   for (float x : w) low = std::fmin(low, x), high = std::fmax(high, x);
   Scale best{0.0f, half_value(half_bits(low))};
   float least = INFINITY;
-  for (int step = 0; step <= 6; ++step) {
-    const float cut = 0.02f * step * (high - low);
-    const Scale tried{half_value(half_bits((high - low - 2 * cut) / 15.0f)), half_value(half_bits(low + cut))};
-    if (tried.scale == 0.0f) break;
-    float error = 0.0f;
-    for (float x : w) {
-      const float q = std::fmin(15.0f, std::fmax(0.0f, std::nearbyint((x - tried.minimum) / tried.scale)));
-      const float off = x - (q * tried.scale + tried.minimum);
-      error += off * off;
-    }
+  const auto take = [&](Scale tried) {
+    const float error = tried.scale != 0.0f ? error_of(w, tried) : INFINITY;
     if (error < least) least = error, best = tried;
+  };
+  take({half_value(half_bits((high - low) / 15.0f)), half_value(half_bits(low))});
+  const float largest = -low > high ? low : high;
+  if (least > 0.0f) take({half_value(half_bits(largest / -8.0f)), half_value(half_bits(largest))});
+  for (int step = 1; step <= 6 && least > 0.0f; ++step) {
+    const float cut = 0.02f * step * (high - low);
+    take({half_value(half_bits((high - low - 2 * cut) / 15.0f)), half_value(half_bits(low + cut))});
   }
   return best;
 }

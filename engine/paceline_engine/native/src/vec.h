@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -85,19 +86,27 @@ INLINE Vf load_half(const uint16_t* p) {
 
 INLINE Vf maximum(Vf a, Vf b) { return a > b ? a : b; }
 
-// Lanes are added in a fixed tree, so a sum depends on its values alone.
+// The vector with lane i + WIDTH in place of lane i.
+template <int WIDTH, size_t... I>
+INLINE Vf shifted(Vf v, std::index_sequence<I...>) {
+  const Vi from = {static_cast<int32_t>((I + WIDTH) % LANES)...};
+  return __builtin_shuffle(v, from);
+}
+
+// Lane 0 holds the lanes combined in a fixed tree, so a result depends on their values alone.
+template <int WIDTH = LANES / 2, class Combine>
+INLINE float folded(Vf v, Combine combine) {
+  v = combine(v, shifted<WIDTH>(v, std::make_index_sequence<LANES>{}));
+  if constexpr (WIDTH > 1) return folded<WIDTH / 2>(v, combine);
+  else return v[0];
+}
+
 INLINE float sum(Vf v) {
-  float lane[LANES];
-  std::memcpy(lane, &v, sizeof v);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return folded(v, [](Vf a, Vf b) { return a + b; });
 }
 
 INLINE float largest(Vf v) {
-  float best = v[0];
-  for (int i = 1; i < LANES; ++i) best = v[i] > best ? v[i] : best;
-  return best;
+  return folded(v, [](Vf a, Vf b) { return maximum(a, b); });
 }
 
 // e^x within 2 units in the last place; 0 below the smallest normal result. Cephes' polynomial (S. Moshier) after

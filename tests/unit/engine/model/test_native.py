@@ -22,7 +22,8 @@ from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.native.build import NativeBuildError, ensure_library, find_compiler
 from paceline_engine.native.decoder import NativeDecoder, unsupported
-from paceline_engine.native.library import ISA_VARIABLE, load_library
+from paceline_engine.native.library import FORMATS, ISA_VARIABLE, load_library
+from paceline_engine.native.packed import MATRICES
 
 MAX_TOKENS = 16
 GEOMETRIES = ["gqa-tied", "mha-untied", "mqa-wide-heads", "bias", "linear-rope", "llama3-rope", "qwen3-qk-norm"]
@@ -143,19 +144,72 @@ def test_bfloat16_weights_and_kv_stay_close_to_float32(tiny, new_loop, prompts_f
         assert torch.nn.functional.cosine_similarity(exact[i][0], rounded[i][0], dim=0) > 0.999
 
 
+def four_bits(tensor):
+    """Integers of -8 to 7 times a power of 2: GGUF's Q4_0 and Q4_1."""
+    tensor = torch.clamp((tensor * 16).round(), -8, 7) / 16
+    tensor[:, ::32], tensor[:, 1::32] = -8 / 16, 7 / 16
+    return tensor
+
+
+def four_bits_without_the_largest(tensor):
+    """What Q4_0 gives where the largest magnitude has no counterpart: -8 alone tells the scale."""
+    tensor = torch.clamp((tensor * 16).round(), -3, 3) / 16
+    tensor[:, ::32] = 8 / 16
+    return tensor
+
+
+def eight_bits(tensor):
+    """Integers of -127 to 127 times a power of 2: Q8_0."""
+    tensor = torch.clamp((tensor * 128).round(), -127, 127) / 128
+    tensor[:, ::32] = 127 / 128
+    return tensor
+
+
 @pytest.fixture(scope="module")
-def four_bit(checkpoints, tmp_path_factory, make_checkpoint):
-    """A checkpoint with matrices that 4 bits hold exactly, but for the head: integers of -8 to 7 times a power of 2."""
-    tiny = checkpoints("qwen3-qk-norm")
-    tensors = {name: tensor for path in tiny.files for name, tensor in load_file(path).items()}
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2 and "layers" in name:
-            tensors[name] = torch.clamp((tensor * 16).round(), -8, 7) / 16
-            tensors[name][:, ::32] = -8 / 16
-            tensors[name][:, 1::32] = 7 / 16
-    path = tmp_path_factory.mktemp("four-bit") / "model.safetensors"
-    save_file(tensors, path)
-    return make_checkpoint(tiny.config, [path], None)
+def rounded_checkpoint(checkpoints, tmp_path_factory, make_checkpoint) -> Callable:
+    """A checkpoint with the layers' matrices rounded, so that a narrower format holds them exactly; not the head."""
+
+    def make(round_matrix):
+        tiny = checkpoints("qwen3-qk-norm")
+        tensors = {name: tensor for path in tiny.files for name, tensor in load_file(path).items()}
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2 and "layers" in name:
+                tensors[name] = round_matrix(tensor).contiguous()
+        path = tmp_path_factory.mktemp("rounded") / "model.safetensors"
+        save_file(tensors, path)
+        return make_checkpoint(tiny.config, [path], None)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def four_bit(rounded_checkpoint):
+    return rounded_checkpoint(four_bits)
+
+
+@pytest.mark.parametrize(
+    ("round_matrix", "held"),
+    [
+        (four_bits, "int4"),
+        (four_bits_without_the_largest, "int4"),
+        (eight_bits, "int8"),
+        (lambda tensor: tensor.bfloat16().float(), "bfloat16"),
+        (lambda tensor: tensor, "float32"),
+    ],
+)
+def test_float32_weights_are_read_in_the_narrowest_format_that_holds_them_and_give_the_same_bits(
+    rounded_checkpoint, round_matrix, held, new_loop, prompts_for, native, variant, monkeypatch
+):
+    checkpoint = rounded_checkpoint(round_matrix)
+    prompts = prompts_for(13, checkpoint.config.vocab_size, seed=6, longest=30)
+    loop = new_loop(checkpoint, make_decoder=native)
+    packed = loop.runner._decoder._packed
+    assert {packed.format(f"0.{name}") for name in MATRICES} == {FORMATS[held]}
+    assert packed.format("head") == FORMATS["float32"]
+    narrow = logits_of(loop, prompts)
+    monkeypatch.setattr("paceline_engine.native.packed.EXACT_FORMATS", ("float32",))
+    wide = logits_of(new_loop(checkpoint, make_decoder=native), prompts)
+    assert all(torch.equal(a, b) for i in wide for a, b in zip(narrow[i], wide[i], strict=True))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
