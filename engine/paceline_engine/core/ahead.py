@@ -82,7 +82,7 @@ def needs_results(running: RankedRequests, waiting: RankedRequests, kv: KVManage
     A grammar may force tokens. A victim's KV is saved, and a returning one's restored, at once: not while the device
     computes, and blocks that results would have freed are not worth a victim.
     """
-    if any(request.constraint is not None for request in running):
+    if any(request.grammar_id is not None for request in running):
         return True
     if sum(kv.num_missing_blocks(request, request.num_tokens + 1) for request in running) > kv.pool.num_free_blocks:
         return True

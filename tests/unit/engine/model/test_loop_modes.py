@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline_engine.core.outputs import UNKNOWN, StepPlan, StepResult
 from paceline_engine.core_process import CoreLoop
 from paceline_engine.core_setup import Core
+from paceline_engine.grammar import Grammars
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import (
     AbortRequest,
@@ -28,6 +30,8 @@ from paceline_kvstore.tiers.memory import MemoryTier
 # Name -> (num_scheduler_steps, overlapped).
 MODES: dict[str, tuple[int, bool]] = {"2 steps": (2, False), "3 steps": (3, False), "8 steps": (8, False)}
 MODES["overlapped"] = (1, True)
+# Ids of the grammars that every loop has loaded.
+DIGITS, OBJECT = 0, 1
 
 
 class Device:
@@ -59,6 +63,7 @@ class Run:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, int] = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     now: float = 0.0
 
@@ -97,13 +102,14 @@ class Run:
             self.tokens.setdefault(name, []).extend(output.new_token_ids)
             self.logprobs.setdefault(name, []).extend(output.logprobs)
             self.prompt_logprobs[name] = self.prompt_logprobs.get(name, 0) + len(output.prompt_logprobs)
+            if output.embedding:
+                self.embeddings[name] = output.embedding
             if output.finish_reason is not None:
                 self.reasons[name] = output.finish_reason
 
 
-def random_requests(rng: random.Random, compiler: Any, count: int) -> list[AddRequest]:
+def random_requests(rng: random.Random, count: int) -> list[AddRequest]:
     """All sorts of requests; the tiny model's vocabulary has 199 tokens, 1 and 2 of them end an output."""
-    constraints = [compiler.regex("[0-9]{2,9}"), compiler.schema('{"type": "object", "properties": {"name": {}}}')]
     trunk = [rng.randrange(3, 199) for _ in range(24)]
     requests: list[AddRequest] = []
     for number in range(count):
@@ -130,7 +136,8 @@ def random_requests(rng: random.Random, compiler: Any, count: int) -> list[AddRe
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
                 priority=rng.choice((0, 0, 1)),
-                constraint=rng.choice(constraints) if rng.random() < 0.15 else None,
+                grammar_id=rng.choice((DIGITS, OBJECT)) if rng.random() < 0.15 else None,
+                embed=number % 7 == 3,
             )
         )
     return requests
@@ -151,6 +158,14 @@ def spread(rng: random.Random, requests: Sequence[AddRequest], num_aborts: int =
 def make(ending, new_loop, compiler) -> Callable[..., Any]:
     """A loop whose pool is large, or so small that requests lose their blocks, to a store or for good."""
 
+    schema = compiler.schema('{"type": "object", "properties": {"name": {}}}')
+
+    def grammars() -> Grammars:
+        made = compiler.grammars()
+        for grammar_id, constraint in ((DIGITS, compiler.regex("[0-9]{2,9}")), (OBJECT, schema)):
+            made.load(grammar_id, constraint.grammar, lambda num_bytes, error: None)
+        return made
+
     def loop(num_blocks: int = 400, tier: MemoryTier | None = None, **options: Any) -> Any:
         def store(kv: Any) -> KVTransfer:
             return KVTransfer(kv, tier, "ab" * 32, chunk_tokens=8)
@@ -159,7 +174,7 @@ def make(ending, new_loop, compiler) -> Callable[..., Any]:
             ending,
             num_blocks=num_blocks,
             max_num_seqs=6,
-            grammars=compiler.grammars(),
+            grammars=grammars(),
             make_store=None if tier is None else store,
             **options,
         )
@@ -182,9 +197,9 @@ def plain_run(make) -> Callable[..., Run]:
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(("pool", "seed"), [("large", 0), ("small", 1), ("stored", 2)])
-def test_every_way_to_loop_gives_the_same_answers(make, plain_run, compiler, mode, seed, pool):
+def test_every_way_to_loop_gives_the_same_answers(make, plain_run, mode, seed, pool):
     rng = random.Random(seed)
-    requests = random_requests(rng, compiler, 14)
+    requests = random_requests(rng, 14)
     plain = plain_run(seed, requests)
     assert {"stop", "length"} <= set(plain.reasons.values())
     sizes = {"large": {"cached": True}, "small": {"num_blocks": 18, "cached": True}, "stored": {"num_blocks": 18}}
@@ -194,6 +209,10 @@ def test_every_way_to_loop_gives_the_same_answers(make, plain_run, compiler, mod
     assert run.tokens == plain.tokens
     assert run.reasons == plain.reasons
     assert run.prompt_logprobs == plain.prompt_logprobs
+    assert run.embeddings.keys() == plain.embeddings.keys() == {"3", "10"}
+    for name, embedding in plain.embeddings.items():
+        ours, theirs = (np.frombuffer(each, np.float32) for each in (run.embeddings[name], embedding))
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
     for name, entries in plain.logprobs.items():
         assert [entry.token_id for entry in run.logprobs[name]] == [entry.token_id for entry in entries]
         logprobs = [entry.logprob for entry in entries]
@@ -206,9 +225,9 @@ def test_every_way_to_loop_gives_the_same_answers(make, plain_run, compiler, mod
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("seed", [10, 11])
-def test_aborted_requests_have_the_beginning_of_their_answer_and_disturb_nobody(make, plain_run, compiler, mode, seed):
+def test_aborted_requests_have_the_beginning_of_their_answer_and_disturb_nobody(make, plain_run, mode, seed):
     rng = random.Random(seed)
-    requests = random_requests(rng, compiler, 12)
+    requests = random_requests(rng, 12)
     plain = plain_run(seed, requests)
     loop = make(num_blocks=18, cached=True, num_scheduler_steps=mode[0])
     run = Run(loop, spread(rng, requests, num_aborts=6), mode[1])
