@@ -6,6 +6,7 @@ clients always do. Nothing is ignored silently but `user`, which OpenAI defines 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -22,6 +23,9 @@ MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BAD_WORDS = 128
 MAX_SALT_CHARS = 256
+# Objects and lists in a body. A million take many seconds to check, in which the event loop serves nobody.
+MAX_CONTAINERS = 100_000
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 # The core reads integers of 64 bits: whatever is larger is refused here, by name.
 INT64 = 2**63
 
@@ -164,6 +168,7 @@ R = TypeVar("R", bound=BaseModel)
 
 def parse(kind: type[R], body: bytes) -> R:
     """A request from its JSON body. Raises ApiError (400) that names the parameter."""
+    _check_size(body)
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -171,9 +176,10 @@ def parse(kind: type[R], body: bytes) -> R:
     if not isinstance(raw, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
     fields = {name: value for name, value in raw.items() if value is not None}
-    _refuse_unbuilt(kind, fields)
+    names = _names(kind)
+    _refuse_unbuilt(names, fields)
     _drop_nulls(fields.get("messages"))
-    known = {name: value for name, value in fields.items() if name in _names(kind) or name not in _NOT_BUILT}
+    known = {name: value for name, value in fields.items() if name in names or name not in _NOT_BUILT}
     try:
         request = kind.model_validate(known)
     except ValidationError as error:
@@ -203,9 +209,18 @@ def _check_together(request: GenerationRequest) -> None:
                 raise invalid(f"{name} can't be kept under {request.constrained_by}: leave one out", name)
 
 
-def _refuse_unbuilt(kind: type[BaseModel], fields: dict[str, Any]) -> None:
+def _check_size(body: bytes) -> None:
+    if body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS:
+        return
+    # Brackets inside strings are text.
+    bare = _JSON_STRING.sub(b"", body)
+    if bare.count(b"{") + bare.count(b"[") > MAX_CONTAINERS:
+        raise invalid(f"the body has more than {MAX_CONTAINERS} objects and lists: send fewer", code="invalid_json")
+
+
+def _refuse_unbuilt(names: set[str], fields: dict[str, Any]) -> None:
     for name, value in fields.items():
-        if name in _names(kind):
+        if name in names:
             continue
         if name not in _NOT_BUILT:
             raise invalid(f"unknown parameter {name!r}: leave it out", name, "unknown_parameter")

@@ -11,6 +11,7 @@ import re
 
 _TOKEN = re.compile(r"\\.|\(\?:|\(\?<\w+>|\[(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 _CLASS_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+MAX_CHARS = 256 * 1024
 _LETTERS = frozenset("bBdDwWsSnrtfvxuc")
 _DOT = r"[^\n\r\u2028\u2029]"
 
@@ -21,6 +22,8 @@ class RegexRefused(ValueError):
 
 def checked(pattern: str) -> str:
     """The pattern for the compiler; it matches whole outputs. Raises RegexRefused."""
+    if len(pattern) > MAX_CHARS:
+        raise RegexRefused(f"it is longer than {MAX_CHARS} characters")
     return _Checker().run(pattern)
 
 

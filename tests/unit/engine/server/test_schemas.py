@@ -208,6 +208,14 @@ def test_any_object_is_a_request_or_a_400(fields: dict[str, Any]) -> None:
         parse(CompletionRequest, body)
 
 
+def test_a_body_of_too_many_small_parts_is_refused_before_it_is_read_and_text_is_not_counted() -> None:
+    many = b'{"model": "m", "messages": [' + b",".join([b'{"role": "user", "content": ""}'] * 100_000) + b"]}"
+    with pytest.raises(ApiError, match="more than 100000 objects and lists"):
+        parse(ChatRequest, many)
+    text = json.dumps(['"{[' * 100_000])[1:-1].encode()
+    assert len(parse(CompletionRequest, b'{"model": "m", "prompt": ' + text + b"}").prompts[0]) == 300_000
+
+
 def test_null_content_fields_of_an_echoed_assistant_message_are_dropped() -> None:
     echoed = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": None, "audio": None}
     assert chat(messages=[USER, echoed, USER]).messages[1].for_template("messages[1]") == {

@@ -22,6 +22,11 @@ def test_what_the_compiler_would_misread_is_refused(pattern: str) -> None:
         sources.structural_tag({"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}})
 
 
+def test_a_regex_of_any_size_is_refused_at_once() -> None:
+    with pytest.raises(RegexRefused, match="longer than"):
+        checked("(" * 10**7)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
