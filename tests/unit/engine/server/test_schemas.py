@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from paceline_engine.server.chat_schemas import ChatRequest
 from paceline_engine.server.errors import ApiError
@@ -214,6 +215,16 @@ def test_a_body_of_too_many_small_parts_is_refused_before_it_is_read_and_text_is
         parse(ChatRequest, many)
     text = json.dumps(['"{[' * 100_000])[1:-1].encode()
     assert len(parse(CompletionRequest, b'{"model": "m", "prompt": ' + text + b"}").prompts[0]) == 300_000
+
+
+@pytest.mark.parametrize("name", ["prompt", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"])
+def test_of_many_wrong_values_one_is_told(name: str) -> None:
+    body = {"model": "m", "prompt": "a"} | {name: [-1] * 1000}
+    with pytest.raises(ApiError) as error:
+        parse(CompletionRequest, json.dumps(body).encode())
+    cause = error.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() <= 4
 
 
 def test_null_content_fields_of_an_echoed_assistant_message_are_dropped() -> None:
