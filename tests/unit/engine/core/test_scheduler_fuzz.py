@@ -1,8 +1,9 @@
-"""Random schedules: whatever arrives and leaves, books balance, budgets hold, KV is right, everyone ends exactly once.
+"""Random schedules: whatever arrives and leaves, books balance, KV and texts are right, everyone ends exactly once.
 
 The device here has a memory: each KV slot remembers of which tokens, tenant and adapter it is the state. So a block
-that is shared, restored, guessed into or reused wrongly is noticed by whoever reads it. `make test-all` runs 10,000
-schedules (PACELINE_FUZZ_SCHEDULES).
+that is shared, restored, guessed into or reused wrongly is noticed by whoever reads it, and a request's text follows
+from its prompt alone. Some schedules let the device make several steps at once, half are planned ahead of results where
+that is allowed. `make test-all` runs 10,000 schedules (PACELINE_FUZZ_SCHEDULES).
 """
 
 from __future__ import annotations
