@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from queue import Queue
-from threading import Event, Thread
+from threading import Event
 
 import numpy as np
 import pytest
@@ -122,10 +122,14 @@ def test_requests_share_a_grammar_and_masks_and_one_whose_grammar_was_dropped_go
 def test_a_request_that_comes_before_its_grammar_is_loaded_waits_for_it(compiler):
     grammars = compiler.grammars()
     hold = Event()
-    grammars._in_background().submit(hold.wait)
+
+    def hold_until_somebody_waits() -> None:
+        while grammars.stats.waited == 0 and not hold.wait(0.001):
+            pass
+
+    grammars._in_background().submit(hold_until_somebody_waits)
     grammars.load(0, compiler.regex("a+").grammar, lambda num_bytes, error: None)
     assert len(grammars) == 1
-    Thread(target=hold.set).start()
     assert grammars.matcher(0, (), compiler.ids("aa"))
     assert grammars.stats.waited == 1
 
