@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # Test folders are no packages.
+
+from greedy import TIE_MARGIN, find_ties
+
 from paceline_engine.backends.threads import prepare_environment
 
 prepare_environment()  # Before torch comes in, so that tests run well beside other processes.
 
 import torch  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parent))  # Test folders are no packages.
-
 from oracle import embedding, greedy  # noqa: E402
+from tiny_grammars import EOS, Compiler  # noqa: E402
 
 from paceline_engine.backends.cpu_attention import PagedKV  # noqa: E402
 from paceline_engine.core.block_pool import BlockPool  # noqa: E402
@@ -35,10 +37,7 @@ from paceline_engine.models.decoder import Decoder  # noqa: E402
 from paceline_engine.models.hf_folder import read_config  # noqa: E402
 from paceline_engine.runner import ModelRunner  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parent))  # Test folders are no packages.
-
-from tiny_grammars import EOS, Compiler  # noqa: E402
-
+TIE_PROPERTY = "greedy tie"
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
 
@@ -54,6 +53,12 @@ class Checkpoint:
     def reference_tokens(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy continuation by transformers, with its own cache."""
         return greedy(self.reference, prompt, count)
+
+    def reference_gap(self, prefix: Sequence[int], token_id: int) -> float:
+        """By how much transformers' likeliest next token is ahead of this one, in logits."""
+        with torch.inference_mode():
+            logits = self.reference(input_ids=torch.tensor([list(prefix)])).logits[0, -1].float()
+        return float(logits.max() - logits[token_id])
 
     def reference_embedding(self, prompt: Sequence[int]) -> torch.Tensor:
         """transformers' last hidden state, behind the final norm, as a unit vector."""
@@ -284,6 +289,33 @@ def new_loop() -> Callable[..., Loop]:
 def prompts_for() -> Callable[..., list[list[int]]]:
     """`random_prompts`."""
     return random_prompts
+
+
+@pytest.fixture
+def equals_greedy(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """`find_ties` of (checkpoint, prompts, ours, expected), each tie noted beside the test for the summary."""
+
+    def check(*arguments: Any) -> None:
+        for tie in find_ties(*arguments):
+            record_property(TIE_PROPERTY, str(tie))
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the ties of all tests apart from their outcomes."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    ties = [
+        f"{report.nodeid}: {value}"
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == TIE_PROPERTY
+    ]
+    if ties:
+        terminalreporter.section(f"{len(ties)} greedy ties with transformers, margin {TIE_MARGIN:g}")
+        for line in ties:
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")

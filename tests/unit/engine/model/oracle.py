@@ -75,15 +75,18 @@ def answers(question: Question, folder: Path, compute: Callable[[Question], Answ
     return computed
 
 
-def ask_transformers(question: Question) -> Answers:
-    """Load the GGUF file by transformers in float32 and decode with it."""
+def load_transformers(path: Path) -> Any:
+    """transformers' model of a GGUF file, in float32."""
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(
-            str(question.weights.parent), gguf_file=question.weights.name, dtype=torch.float32
-        ).eval()
+        return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
+
+
+def ask_transformers(question: Question) -> Answers:
+    """Decode with transformers."""
+    model = load_transformers(question.weights)
     return Answers(
         config=json.loads(model.config.to_json_string(use_diff=False)),
         digests={name: digest(tensor) for name, tensor in model.state_dict().items()},

@@ -83,7 +83,7 @@ def family(build, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_equals_transformers_in_a_batch_and_in_chunks(name, family, new_loop, prompts_for):
+def test_greedy_equals_transformers_in_a_batch_and_in_chunks(name, family, new_loop, prompts_for, equals_greedy):
     checkpoint = family(name)
     prompts = prompts_for(5, checkpoint.config.vocab_size, seed=3)
     expected = {str(i): checkpoint.reference_tokens(prompt, 14) for i, prompt in enumerate(prompts)}
@@ -92,7 +92,7 @@ def test_greedy_equals_transformers_in_a_batch_and_in_chunks(name, family, new_l
         loop = new_loop(checkpoint, prefill_chunk_tokens=chunk)
         for i, prompt in enumerate(prompts):
             loop.add(str(i), prompt, 14)
-        assert loop.run() == expected
+        equals_greedy(checkpoint, {str(i): prompt for i, prompt in enumerate(prompts)}, loop.run(), expected)
 
 
 NEUTRAL: dict[str, Any] = {
@@ -180,14 +180,14 @@ def random_geometry(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_odd_geometries_equal_transformers(seed, build, new_loop, prompts_for, tmp_path):
+def test_odd_geometries_equal_transformers(seed, build, new_loop, prompts_for, tmp_path, equals_greedy):
     checkpoint = build(tmp_path, random_geometry(seed))
     prompts = prompts_for(4, checkpoint.config.vocab_size, seed=seed)
     expected = {str(i): checkpoint.reference_tokens(prompt, 8) for i, prompt in enumerate(prompts)}
     loop = new_loop(checkpoint, block_size=1 + seed % 5, prefill_chunk_tokens=1 + seed)
     for i, prompt in enumerate(prompts):
         loop.add(str(i), prompt, 8)
-    assert loop.run() == expected
+    equals_greedy(checkpoint, {str(i): prompt for i, prompt in enumerate(prompts)}, loop.run(), expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

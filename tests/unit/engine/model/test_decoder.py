@@ -18,20 +18,21 @@ NAMES = ["gqa-tied", "mha-untied", "mqa-wide-heads", "bias", "linear-rope", "lla
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_equals_transformers_alone_and_together(name, checkpoints, new_loop, prompts_for):
+def test_greedy_equals_transformers_alone_and_together(name, checkpoints, new_loop, prompts_for, equals_greedy):
     checkpoint = checkpoints(name)
     prompts = prompts_for(8, checkpoint.config.vocab_size)
     expected = {str(i): checkpoint.reference_tokens(prompt, 16) for i, prompt in enumerate(prompts)}
+    named = {str(i): prompt for i, prompt in enumerate(prompts)}
 
     together = new_loop(checkpoint)
     for i, prompt in enumerate(prompts):
         together.add(str(i), prompt, 16)
-    assert together.run() == expected
+    equals_greedy(checkpoint, named, together.run(), expected)
 
     for i, prompt in enumerate(prompts[:3]):
         alone = new_loop(checkpoint)
         alone.add(str(i), prompt, 16)
-        assert alone.run()[str(i)] == expected[str(i)]
+        equals_greedy(checkpoint, named, alone.run(), {str(i): expected[str(i)]})
 
 
 def test_random_models_do_not_repeat_one_token(tiny, prompts_for):

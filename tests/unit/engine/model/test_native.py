@@ -61,11 +61,14 @@ def reference(checkpoint, prompts, count=MAX_TOKENS):
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_greedy_equals_transformers_on_odd_sizes(checkpoints, new_loop, prompts_for, native, geometry, variant):
+def test_greedy_equals_transformers_on_odd_sizes(
+    checkpoints, new_loop, prompts_for, native, geometry, variant, equals_greedy
+):
     checkpoint = checkpoints(geometry)
     prompts = prompts_for(4, checkpoint.config.vocab_size, seed=11, longest=30)
     loop = new_loop(checkpoint, make_decoder=native)
-    assert run(loop, prompts) == reference(checkpoint, prompts)
+    named = {str(i): prompt for i, prompt in enumerate(prompts)}
+    equals_greedy(checkpoint, named, run(loop, prompts), reference(checkpoint, prompts))
     assert loop.runner._decoder.isa == variant
 
 
