@@ -164,7 +164,7 @@ INLINE void finish(const Gemm& g, int64_t row, int64_t rows, int64_t panel, cons
 }
 
 // Activations of these many k and the weights of as many stay in the first-level cache while rows go by.
-constexpr int64_t BLOCK = 128;
+constexpr int64_t BLOCK = 192;
 // Rows of one call of `gemm`: their sums stay in the first-level cache.
 static_assert(GEMM_ROWS * PANEL * sizeof(float) <= 16384);
 
@@ -206,7 +206,8 @@ void float_gemm(const Gemm& g, int64_t row_begin, int64_t row_end, int64_t panel
       finish(g, row_begin, rows, panel, sums);
       continue;
     }
-    const int64_t step = bytes / g.inner / ((rows + g.height - 1) / g.height);
+    // Rounded up: a line that isn't fetched ahead costs more than one that is fetched twice.
+    const int64_t fetches = g.inner * ((rows + g.height - 1) / g.height), step = (bytes + fetches - 1) / fetches;
     for (int64_t k = 0; k < g.inner; k += BLOCK) {
       const int64_t count = g.inner - k < BLOCK ? g.inner - k : BLOCK;
       const float* expanded = Weights::expand(w, k, count, block);
