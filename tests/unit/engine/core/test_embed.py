@@ -97,7 +97,8 @@ def test_the_step_log_replays_it_from_its_arrival_and_from_its_middle():
         log.begin()
         plan = scheduler.schedule(float(now))
         results = tuple(StepResult(item.request_id, embedding=VECTOR) for item in plan.scheduled if item.embed)
-        log.stepped(float(now), plan, results, now + 0.5)
+        log.planned(float(now), plan)
+        log.updated(results, now + 0.5)
         scheduler.update(plan, results, now + 0.5)
     segments = decoded(log.encoded())
     assert [len(segment.state.requests) for segment in segments] == [0, 1]

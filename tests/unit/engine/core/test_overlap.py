@@ -15,7 +15,7 @@ from paceline_engine.core.outputs import UNKNOWN, StepPlan, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.core.step_log import Planned, StepLog, decoded, replay
-from paceline_engine.messages import AbortRequest, Constraint
+from paceline_engine.messages import AbortRequest
 
 PATIENCE = 60.0
 
@@ -107,7 +107,7 @@ def test_what_a_grammar_may_force_needs_results_first():
     add(scheduler, "free", 4, 9)
     step(scheduler)
     assert scheduler.can_plan_ahead()
-    add(scheduler, "bound", 4, 9, constraint=Constraint(key="k", grammar=b""))
+    add(scheduler, "bound", 4, 9, grammar_id=7)
     step(scheduler)
     assert not scheduler.can_plan_ahead()
 
