@@ -19,7 +19,6 @@ from paceline_engine.core_process import CoreLoop  # noqa: E402
 from paceline_engine.core_setup import Core, build_core  # noqa: E402
 from paceline_engine.messages import (  # noqa: E402
     AddRequest,
-    Constraint,
     FromCore,
     SamplingParams,
     Shutdown,
@@ -58,8 +57,8 @@ class Finished:
 class Engine:
     """Core and backend in this process, stepped by hand."""
 
-    def __init__(self, **options: Any) -> None:
-        directory = prepare_model(resolve(SOURCE), default_cache_dir())
+    def __init__(self, source: str = SOURCE, **options: Any) -> None:
+        directory = prepare_model(resolve(source), default_cache_dir())
         settings = {"max_num_seqs": 32, "kv_cache_bytes": 512 * MIB, "max_model_len": 2048, **options}
         self.core: Core = build_core(EngineConfig(model_dir=str(directory), **settings))
         self.requests: dict[str, Finished] = {}
@@ -71,8 +70,8 @@ class Engine:
         self.run()
         self.forget()
 
-    def add(self, prompt: Sequence[int], max_tokens: int, constraint: Constraint | None = None, **sampling: Any) -> str:
-        message = self._message(prompt, max_tokens, constraint, **sampling)
+    def add(self, prompt: Sequence[int], max_tokens: int, grammar_id: int | None = None, **sampling: Any) -> str:
+        message = self._message(prompt, max_tokens, grammar_id, **sampling)
         now = time.perf_counter()
         refused = self.core.scheduler.add(message, now)
         if refused is not None:
@@ -81,11 +80,11 @@ class Engine:
         return message.request_id
 
     def _message(
-        self, prompt: Sequence[int], max_tokens: int, constraint: Constraint | None = None, **sampling: Any
+        self, prompt: Sequence[int], max_tokens: int, grammar_id: int | None = None, **sampling: Any
     ) -> AddRequest:
         name, self._count = str(self._count), self._count + 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=constraint is None, **sampling)
-        return AddRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params, constraint=constraint)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=grammar_id is None, **sampling)
+        return AddRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params, grammar_id=grammar_id)
 
     def post(self, prompt: Sequence[int], max_tokens: int) -> None:
         """A request for the next `loop`."""
