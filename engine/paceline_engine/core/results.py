@@ -64,6 +64,14 @@ def output_of(
     Of `guesses` the first `num_kept` count as kept. The next one was wrong if another token came in its place; else it
     ended the output itself, or stood behind its end.
     """
+    if reason is None and not guesses and not prompt_logprobs:
+        # The usual case, made short: there is one for each running request in each step.
+        return RequestOutput(
+            request_id=request.request_id,
+            new_token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+        )
     was_wrong = num_kept < min(num_taken, len(guesses)) and result.token_ids[num_kept] != guesses[num_kept]
     return RequestOutput(
         request_id=request.request_id,

@@ -52,6 +52,7 @@ class Scheduler:
         self.kv = kv
         self.speed = StepSpeed(config.prefill_chunk_tokens)
         self.speculation = SpeculationPolicy(speculation or SpeculationConfig())
+        self._speculates = self.speculation.is_on
         self.num_preemptions = 0
         self.num_deadline_misses = 0
         self.num_scheduled_tokens = 0
@@ -159,7 +160,7 @@ class Scheduler:
         )
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        running, chunk = self._running.requests, self.config.prefill_chunk_tokens
+        running, chunk, block_size = self._running.requests, self.config.prefill_chunk_tokens, self.kv.block_size
         # Prefills leave one token for each decode behind them, or a few long prompts would stop everybody's stream.
         decodes_left = 0
         for request in running:
@@ -178,7 +179,9 @@ class Scheduler:
                 num_tokens = min(num_tokens, chunk, budget - decodes_left)
                 if num_tokens < 1:
                     continue
-            new_block_ids = self._grow_or_preempt(request, num_tokens)
+            new_block_ids: list[int] | None = []
+            if request.num_computed_tokens + num_tokens > len(request.block_ids) * block_size:
+                new_block_ids = self._grow_or_preempt(request, num_tokens)
             if new_block_ids is None:
                 break
             item = self._share_of(request, num_tokens, new_block_ids, budget - decodes_left)
@@ -284,7 +287,7 @@ class Scheduler:
         is_last = end == len(request.token_ids)
         sample = is_last and not request.embeds
         num_drafts = num_wanted = 0
-        if sample and (self.speculation.is_on or request.draft_token_ids):
+        if sample and (self._speculates or request.draft_token_ids):
             room = min(budget, self.config.prefill_chunk_tokens) - num_tokens
             wanted = self.speculation.num_wanted(request.traffic_class)
             num_wanted = wanted if self.speculation.device_drafts else 0
