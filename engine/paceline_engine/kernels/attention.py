@@ -78,9 +78,10 @@ def _scores(query, key, key_scale, positions, keys, scale, softcap, window, PREC
 @triton.jit
 def _load_scale(scale_ptr, slots, is_key):
     """Scales of the keys' vectors; None where these aren't quantized."""
-    if scale_ptr is None:
-        return None
-    return tl.load(scale_ptr + slots, mask=is_key, other=0.0)
+    scale = None
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + slots, mask=is_key, other=0.0)
+    return scale
 
 
 @triton.jit
@@ -92,6 +93,52 @@ def _softmax_step(scores, highest, total):
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(highest - shift)
     return new_highest, total * fade + tl.sum(weights, axis=1), fade, weights
+
+
+@triton.jit
+def _attend(
+    query,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    table_ptr,
+    first,
+    end,
+    last_key,
+    positions,
+    scale,
+    softcap,
+    window,
+    KV_BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax of queries [rows, dims] over tiles [first, end): (highest exponents, sums of weights, sums)."""
+    dims = tl.arange(0, query.shape[1])
+    in_head = dims < HEAD_DIM
+    highest = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    summed = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
+    for tile in range(first, end):
+        keys = tile * TILE + tl.arange(0, TILE)
+        is_key = keys < last_key
+        # 64 bits: ids reach past 2^31 elements once multiplied.
+        ids = tl.load(table_ptr + keys // KV_BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        slots = (ids * KV_BLOCK_SIZE + keys % KV_BLOCK_SIZE) * tl.num_programs(1) + tl.program_id(1)
+        vectors = slots[:, None] * HEAD_DIM + dims
+        is_loaded = is_key[:, None] & in_head
+        key = tl.load(key_ptr + vectors, mask=is_loaded, other=0.0).to(query.dtype)
+        value = tl.load(value_ptr + vectors, mask=is_loaded, other=0.0).to(query.dtype)
+        key_scale = _load_scale(key_scale_ptr, slots, is_key)
+        scores = _scores(query, tl.trans(key), key_scale, positions, keys, scale, softcap, window, PRECISION)
+        highest, total, fade, weights = _softmax_step(scores, highest, total)
+        value_scale = _load_scale(value_scale_ptr, slots, is_key)
+        if value_scale is not None:
+            weights *= value_scale[None, :]
+        summed = summed * fade[:, None] + tl.dot(weights.to(query.dtype), value, input_precision=PRECISION)
+    return highest, total, summed
 
 
 @triton.jit
@@ -146,28 +193,11 @@ def paged_attention_kernel(
     query = tl.load(query_ptr + places[:, None] + dims, mask=is_row[:, None] & in_head, other=0.0).to(DOT)
     last_key = tl.minimum(context_len, first_position + BLOCK_Q)
     first, end = _tiles(context_len, first_position, last_key, window, segment, TILE, NUM_SEGMENTS)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    summed = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
-    for tile in range(first, end):
-        keys = tile * TILE + tl.arange(0, TILE)
-        is_key = keys < last_key
-        # 64 bits: ids reach past 2^31 elements once multiplied.
-        table = tables_ptr + sequence.to(tl.int64) * tables_stride
-        ids = tl.load(table + keys // KV_BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        slots = (ids * KV_BLOCK_SIZE + keys % KV_BLOCK_SIZE) * num_kv_heads + kv_head
-        vectors = slots[:, None] * HEAD_DIM + dims
-        key = tl.load(key_ptr + vectors, mask=is_key[:, None] & in_head, other=0.0).to(DOT)
-        value = tl.load(value_ptr + vectors, mask=is_key[:, None] & in_head, other=0.0).to(DOT)
-        key_scale = _load_scale(key_scale_ptr, slots, is_key)
-        scores = _scores(
-            query, tl.trans(key), key_scale, first_position + rows // GROUP, keys, scale, softcap, window, PRECISION
-        )
-        highest, total, fade, weights = _softmax_step(scores, highest, total)
-        value_scale = _load_scale(value_scale_ptr, slots, is_key)
-        if value_scale is not None:
-            weights *= value_scale[None, :]
-        summed = summed * fade[:, None] + tl.dot(weights.to(DOT), value, input_precision=PRECISION)
+    table_ptr = tables_ptr + sequence.to(tl.int64) * tables_stride
+    highest, total, summed = _attend(
+        *(query, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, table_ptr, first, end, last_key),
+        *(first_position + rows // GROUP, scale, softcap, window, KV_BLOCK_SIZE, HEAD_DIM, TILE, PRECISION),
+    )
     result = summed / tl.where(total > 0.0, total, 1.0)[:, None]
     rows_out = tokens * (num_kv_heads * GROUP) + heads
     if NUM_SEGMENTS > 1:
