@@ -262,8 +262,8 @@ def _grouped(weight: torch.Tensor, even: bool) -> torch.Tensor:
 
 
 def _codes(groups: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | float) -> torch.Tensor:
-    unit = scale.where(scale > 0, 1.0)
-    return ((groups - minimum) / unit).round().where(scale > 0, 0.0)
+    unit = scale.where(scale != 0, 1.0)
+    return ((groups - minimum) / unit).round().where(scale != 0, 0.0)
 
 
 def _pack_int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -273,16 +273,22 @@ def _pack_int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
 
 
 def _pack_int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The range from smallest to largest weight, or a somewhat narrower one if that has the smaller squared error."""
+    """The range from smallest to largest weight, or another one if that has the smaller squared error.
+
+    Others are GGUF's Q4_0, where the largest magnitude is -8, and somewhat narrower ones.
+    """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    largest = low.where(-low > high, high)
+    ranges = [((high - low) / 15, low), (largest / -8, largest)]
+    for step in range(1, 7):
+        cut = 0.02 * step * (high - low)
+        ranges.append(((high - low - 2 * cut) / 15, low + cut))
     least = torch.full_like(low, torch.inf)
     scale, minimum = torch.zeros_like(low), low.half().float()
-    for step in range(7):
-        cut = 0.02 * step * (high - low)
-        tried, floor = ((high - low - 2 * cut) / 15).half().float(), (low + cut).half().float()
+    for tried, floor in ((tried.half().float(), floor.half().float()) for tried, floor in ranges):
         codes = _codes(groups, tried, floor).clamp(0, 15)
         error = (groups - (codes * tried + floor)).square().sum(-1, keepdim=True)
-        better = (error < least) & (tried > 0)
+        better = (error < least) & (tried != 0)
         least, scale, minimum = error.where(better, least), tried.where(better, scale), floor.where(better, minimum)
     codes = _codes(groups, scale, minimum).clamp(0, 15).to(torch.uint8).flatten(1)
     lower, upper = codes.chunk(2, dim=1)

@@ -21,6 +21,8 @@ MODULUS = 3
 class CountingDown:
     """A matcher: after a token t comes one that is t - 1 modulo MODULUS, whatever came before it at first."""
 
+    error = None
+
     def __init__(self) -> None:
         self.path: list[int] = []
 
