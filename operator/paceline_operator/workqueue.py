@@ -117,6 +117,11 @@ class Schedule(Generic[K]):
         """Nothing is due at once and nothing is being worked on."""
         return not self._ready and not self._working
 
+    @property
+    def retries(self) -> int:
+        """Keys that failed last time and will be tried again."""
+        return len(self._failures)
+
     def check_integrity(self) -> None:
         """Raises RuntimeError with the numbers if a key is in two places that exclude each other."""
         if set(self._ready) != self._waiting or len(self._ready) != len(self._waiting):
@@ -204,3 +209,8 @@ class WorkQueue(Generic[K]):
     def idle(self) -> bool:
         with self._changed:
             return self._schedule.idle
+
+    @property
+    def retries(self) -> int:
+        with self._changed:
+            return self._schedule.retries

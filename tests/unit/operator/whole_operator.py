@@ -23,7 +23,8 @@ def settle(cluster, operator):
         before = cluster.writes()
         cluster.run_deployments()
         # In this order: what the cache learns is queued after it is in the cache.
-        return caught_up(cluster, operator) and operator.idle and cluster.writes() == before
+        is_done = caught_up(cluster, operator) and operator.idle and operator.queue.retries == 0
+        return is_done and cluster.writes() == before
 
     wait_until("everything has settled", quiet)
 
