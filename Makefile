@@ -27,7 +27,6 @@ up: $(STAMP) ## Run the objects of FILE as local processes: make up [FILE=...] [
 test: $(STAMP) ## Everything CI requires without a GPU: unit, engine, processes, real control plane
 	@hack/test.sh $(PY)
 
-test-all: export PACELINE_FUZZ_SCHEDULES := 10000
 test-all: test node ## test, and the real container runtime
 
 check: $(STAMP) ## ruff, types, import contracts, house rules, generated files

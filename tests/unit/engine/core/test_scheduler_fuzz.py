@@ -3,7 +3,7 @@
 The device here has a memory: each KV slot remembers of which tokens, tenant and adapter it is the state. So a block
 that is shared, restored, guessed into or reused wrongly is noticed by whoever reads it, and a request's text follows
 from its prompt alone. Some schedules let the device make several steps at once, half are planned ahead of results where
-that is allowed. `make test-all` runs 10,000 schedules (PACELINE_FUZZ_SCHEDULES).
+that is allowed. PACELINE_FUZZ_SCHEDULES says how many.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 
-NUM_SCHEDULES = int(os.environ.get("PACELINE_FUZZ_SCHEDULES", "5000"))
+NUM_SCHEDULES = int(os.environ.get("PACELINE_FUZZ_SCHEDULES", "10000"))
 BATCHES = 20
 
 
