@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The suite that CI requires without a GPU, in three parts, each side by side with a file to a worker: unit tests; whole
 # processes; the real control plane, one for each worker, in a network namespace of its own.
-# Says what was left out and why; with CI=true a kube, engine or e2e test that is skipped is a failure.
+# Says what was left out and why; with CI=true a kube, native, engine or e2e test that is skipped is a failure.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1

@@ -13,7 +13,7 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 settings.register_profile("house", deadline=None, derandomize=IN_CI)
 settings.load_profile("house")
 
-MUST_RUN = ("kube", "engine", "e2e")
+MUST_RUN = ("kube", "engine", "e2e", "native")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -82,6 +82,7 @@ def test_weights_of_the_form_are_held_exactly(form):
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("inner", [96, 100])
+@pytest.mark.native
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
 def test_dequantized_values_are_those_of_the_cpu_kernels(form, inner):
     torch.manual_seed(0)

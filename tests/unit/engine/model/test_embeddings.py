@@ -18,7 +18,7 @@ TOLERANCE = {"atol": 2e-5, "rtol": 0.0}
 GEOMETRIES = ["gqa-tied", "mha-untied", "bias", "llama3-rope", "qwen3-qk-norm"]
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", pytest.param("native", marks=pytest.mark.native)])
 def make_decoder(request):
     if request.param == "torch":
         return partial(Decoder, dtype=torch.float32)

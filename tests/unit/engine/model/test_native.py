@@ -29,7 +29,7 @@ MAX_TOKENS = 16
 GEOMETRIES = ["gqa-tied", "mha-untied", "mqa-wide-heads", "bias", "linear-rope", "llama3-rope", "qwen3-qk-norm"]
 VARIANTS = ["avx512", "avx2", "generic"]
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
+pytestmark = [pytest.mark.native, pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")]
 
 
 @pytest.fixture(scope="module")
