@@ -56,15 +56,18 @@ def log_probabilities(loaded: LoadedModel, ids: list[int], precision: str) -> to
     )
     shape = (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     positions = torch.arange(WINDOW)
-    batch = SimpleNamespace(
-        sequence_begins=torch.tensor([0, WINDOW]), block_tables=torch.arange(num_blocks)[None], slots=positions
-    )
     rows: list[torch.Tensor] = []
     for begin in range(0, len(ids) - WINDOW, WINDOW):
         kv = SimpleNamespace(tensor=torch.zeros(shape, dtype=kv_type), num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        attention = SimpleNamespace(batch=batch, kv=kv)
-        tokens = torch.tensor(ids[begin : begin + WINDOW])
-        rows.append(decoder.forward(tokens, positions, positions, attention).log_softmax(-1))  # type: ignore[arg-type]
+        batch = SimpleNamespace(
+            token_ids=torch.tensor(ids[begin : begin + WINDOW]),
+            positions=positions,
+            logits_rows=positions,
+            slots=positions,
+            sequence_begins=torch.tensor([0, WINDOW]),
+            block_tables=torch.arange(num_blocks)[None],
+        )
+        rows.append(decoder.step(batch, kv).log_softmax(-1))  # type: ignore[arg-type]
     return torch.cat(rows)
 
 

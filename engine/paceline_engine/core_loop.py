@@ -8,10 +8,11 @@ for: only the rest then overlaps. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-from paceline_engine.backends.base import Backend
+from paceline_engine.backends.base import Backend, Launched, LaunchesAhead
 from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.step_log import StepLog
@@ -69,28 +70,45 @@ class Steps:
 
 
 class OverlappedSteps(Steps):
-    """The next step is planned, and handed to the device, before the last one's results are known."""
+    """The next step is planned, and handed to the device, before the last one's results are known.
+
+    A device that launches ahead queues it behind the last one itself; for any other a thread does.
+    """
 
     def __init__(self, scheduler: Scheduler, backend: Backend, log: StepLog, clock: Callable[[], float]) -> None:
         super().__init__(scheduler, backend, log, clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self._in_flight: tuple[StepPlan, Future[Executed]] | None = None
+        self._in_flight: tuple[StepPlan, Callable[[], Executed]] | None = None
+        self._last_end = clock()
 
     def step(self) -> list[RequestOutput]:
         """Hand the device one step more, then book the one before."""
         outputs = [] if self._scheduler.can_plan_ahead() else self.settle()
         last = self._in_flight
         plan = self._plan(last[0] if last is not None else None)
-        self._in_flight = plan, self._thread.submit(self._execute, plan)
+        self._in_flight = plan, self._start(plan)
         if last is not None:
-            outputs += self._book(last[0], last[1].result(), plan)
+            outputs += self._book(last[0], last[1](), plan)
         return outputs
 
     def settle(self) -> list[RequestOutput]:
         """Wait for the plan in flight, if there is one."""
         last, self._in_flight = self._in_flight, None
-        return [] if last is None else self._book(last[0], last[1].result())
+        return [] if last is None else self._book(last[0], last[1]())
 
     def close(self) -> None:
         """End the device's thread."""
         self._thread.shutdown()
+
+    def _start(self, plan: StepPlan) -> Callable[[], Executed]:
+        """Have the device begin; the answer waits for it."""
+        if isinstance(self._backend, LaunchesAhead):
+            begin = self._clock()
+            return partial(self._wait, self._backend.launch(plan), begin)
+        return self._thread.submit(self._execute, plan).result
+
+    def _wait(self, launched: Launched, begin: float) -> Executed:
+        """The step's time is what it adds to the one that it stands behind."""
+        results = tuple(launched.results())
+        begin, self._last_end = max(begin, self._last_end), self._clock()
+        return Executed(results, self._last_end - begin)

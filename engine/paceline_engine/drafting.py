@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline_engine.backends.cpu_attention import CpuAttention, PagedKV
 from paceline_engine.batch import BlockTables, ScratchBlocks, build_batch
 from paceline_engine.core.outputs import ScheduledRequest, StepPlan
 from paceline_engine.core.spec import MAX_DRAFT_TOKENS
+from paceline_engine.paged_kv import PagedKV
 from paceline_engine.paged_model import PagedModel
 from paceline_engine.sampling.noise import Float32Array, Stream
 from paceline_engine.sampling.row import Row
@@ -111,9 +111,7 @@ class Drafter:
             return []
         kv = self._model.kv
         batch = build_batch(shares, self._tables, kv.tensor.dtype)
-        logits = self._model.decoder.forward(
-            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(kv, batch)
-        )
+        logits = self._model.decoder.step(batch, kv)
         row_of = {item.request_id: row for row, item in enumerate(batch.samplers)}
         values = logits.numpy()
         return [values[row_of[share.request_id]] for share in shares if share.sample]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from paceline_api.identity import block_hash
-from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.core.request import Request
+from paceline_engine.paged_kv import PagedKV
 from paceline_kvstore.codec import encoded_size
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.tiers.base import Tier

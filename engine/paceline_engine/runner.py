@@ -6,12 +6,12 @@ Decides nothing; the scheduler does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from msgspec.structs import replace
 
-from paceline_engine.backends.cpu_attention import CpuAttention, PagedKV
 from paceline_engine.batch import Batch, BlockTables, build_batch
 from paceline_engine.core.outputs import UNKNOWN, AdmittedRequest, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.spec import MAX_DRAFT_TOKENS
@@ -19,11 +19,57 @@ from paceline_engine.drafting import Drafter, DraftModel
 from paceline_engine.grammar import Grammars
 from paceline_engine.messages import SamplingParams, TokenLogprobs
 from paceline_engine.models.decoder import HiddenRows
+from paceline_engine.paged_kv import PagedKV
 from paceline_engine.paged_model import PagedModel
 from paceline_engine.rounds import in_rounds
-from paceline_engine.sampling.logprobs import token_logprobs
 from paceline_engine.sampling.row import Matcher, Row, RowError
 from paceline_engine.sampling.sampler import Sampler
+
+
+class TokenSampler(Protocol):
+    """Draws tokens on the device where the logits are."""
+
+    def admit(self, row: Row) -> None:
+        """A request begins to run, anew after a preemption."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """A request doesn't run any more; it may never have."""
+        ...
+
+    def needs_tokens(self, row: Row) -> bool:
+        """Whether the row's next token depends on what only the host makes of the tokens before it."""
+        ...
+
+    def launch(
+        self, logits: torch.Tensor, items: Sequence[ScheduledRequest], rows: Sequence[Row]
+    ) -> Callable[[], list[StepResult]]:
+        """Start to sample as `sampling.sampler.Sampler.sample` does; the answer waits for the results."""
+        ...
+
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """Log probabilities of a token of each row of logits [rows, vocab], and of the row's likeliest."""
+        ...
+
+
+class Launched:
+    """A step under way. finish: waits for the device and makes the results; called once."""
+
+    def __init__(self, finish: Callable[[], list[StepResult]]) -> None:
+        self._finish: Callable[[], list[StepResult]] | None = finish
+        self._results: list[StepResult] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the results are there, and rows stand behind the step's tokens."""
+        return self._finish is None
+
+    def results(self) -> list[StepResult]:
+        """Wait for the device. Steps must be waited for in the order of their launches."""
+        if self._finish is not None:
+            self._results = self._finish()
+            self._finish = None
+        return self._results
 
 
 class ModelRunner:
@@ -44,6 +90,7 @@ class ModelRunner:
         grammars: Grammars | None = None,
         draft_model: DraftModel | None = None,
         num_blocks: int | None = None,
+        sampler: TokenSampler | None = None,
     ) -> None:
         self.kv = kv
         self._decoder = decoder
@@ -51,10 +98,13 @@ class ModelRunner:
         self._tables = BlockTables(max_num_seqs, max_blocks, kv.block_size)
         self._rows: dict[str, Row] = {}
         self._grammars = grammars
-        self._sampler = Sampler(decoder.config.vocab_size, lenience)
+        host_sampler = Sampler(decoder.config.vocab_size, lenience)
+        self._sampler: TokenSampler = sampler or host_sampler
+        self._last = Launched(list)
+        self._last.results()
         self._drafter = draft_model and Drafter(
             draft_model,
-            self._sampler,
+            host_sampler,
             num_blocks=num_blocks or kv.num_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -66,12 +116,20 @@ class ModelRunner:
 
         A prompt's logprobs come with the chunk that yields them, also from one that doesn't sample.
         """
-        return in_rounds(plan, self._execute_once, lambda request_id: self._rows[request_id].has_ended)
+        return in_rounds(
+            plan, lambda each: self.launch(each).results(), lambda request_id: self._rows[request_id].has_ended
+        )
 
-    def _execute_once(self, plan: StepPlan) -> list[StepResult]:
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step, on a device that can also on top of one that hasn't been waited for."""
         self._apply(plan)
         if not plan.scheduled:
-            return []
+            return Launched(list)
+        if not self._last.is_done and any(
+            self._sampler.needs_tokens(self._rows[item.request_id]) for item in plan.scheduled if item.sample
+        ):
+            self._last.results()
         plan = replace(plan, scheduled=tuple(map(self._resolved, plan.scheduled)))
         batch = build_batch(plan.scheduled, self._tables, self.kv.tensor.dtype, self._is_scored)
         logits, embedded = self._forward(batch)
@@ -80,27 +138,34 @@ class ModelRunner:
         rows = [self._rows[item.request_id] for item in batch.samplers]
         for item, row in zip(batch.samplers, rows, strict=True):
             row.resume_at(item.num_known_tokens)
-        results = self._sampler.sample(logits[:num_sampled], batch.samplers, rows)
-        results = [_advance(row, result) for row, result in zip(rows, results, strict=True)]
-        if self._drafter is not None:
-            results = self._draft(self._drafter, plan, results)
-        return embedded + self._errors(plan) + _with_scores(results, scores)
+        sampled = self._sampler.launch(logits[:num_sampled], batch.samplers, rows)
+        others = embedded + self._errors(plan)
+
+        def finish() -> list[StepResult]:
+            results = [_advance(row, result) for row, result in zip(rows, sampled(), strict=True)]
+            if self._drafter is not None:
+                results = self._draft(self._drafter, plan, results)
+            return others + _with_scores(results, scores)
+
+        self._last = Launched(finish)
+        return self._last
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, list[StepResult]]:
         """Logits of the batch's logits_rows, and the answers to its embedders."""
         adapters = [self._rows[item.request_id].adapter for item in batch.items]
-        deltas = self._decoder.adapters.deltas(adapters, [item.num_tokens for item in batch.items])
         states = HiddenRows.of(batch.embed_rows, self._decoder.config) if batch.embedders else None
-        logits = self._decoder.forward(
-            batch.token_ids, batch.positions, batch.logits_rows, CpuAttention(self.kv, batch), deltas, states
-        )
+        logits = self._decoder.step(batch, self.kv, adapters, states)
         return logits, [] if states is None else _embeddings(batch.embedders, states.out)
 
     def _resolved(self, item: ScheduledRequest) -> ScheduledRequest:
-        """The share with the token that the scheduler doesn't know yet; any, where the row has failed and has none."""
+        """The share with the token that the scheduler doesn't know yet; any, where the row has failed and has none.
+
+        It stays unknown where the last step hasn't been waited for: the device has it.
+        """
         if item.token_ids[-1] != UNKNOWN:
             return item
-        return replace(item, token_ids=self._rows[item.request_id].token_ids[item.start : item.end] or [0])
+        known = self._rows[item.request_id].token_ids[item.start : item.end]
+        return replace(item, token_ids=known or [0 if self._last.is_done else UNKNOWN])
 
     def _errors(self, plan: StepPlan) -> list[StepResult]:
         """Requests that can't run say so with their first share; those that sample have a result anyway."""
@@ -136,8 +201,11 @@ class ModelRunner:
             self._drafter.apply(plan)
         for request_id in plan.released:
             self._rows.pop(request_id, None)
+            self._sampler.release(request_id)
         for admitted in plan.admitted:
-            self._rows[admitted.request_id] = self._make_row(admitted)
+            row = self._make_row(admitted)
+            self._rows[admitted.request_id] = row
+            self._sampler.admit(row)
 
     def _make_row(self, admitted: AdmittedRequest) -> Row:
         config = self._decoder.config
@@ -179,7 +247,7 @@ class ModelRunner:
             targets = row.token_ids[item.start + 1 : item.start + 1 + count]
             values = logits[begin : begin + count]
             scores[item.request_id] = tuple(
-                token_logprobs(values, targets, [row.sampling.prompt_logprobs or 0] * count)
+                self._sampler.score(values, targets, [row.sampling.prompt_logprobs or 0] * count)
             )
             begin += item.num_tokens
         return scores

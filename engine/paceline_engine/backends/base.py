@@ -44,6 +44,23 @@ class Backend(Protocol):
         ...
 
 
+class Launched(Protocol):
+    """A step under way on a device."""
+
+    def results(self) -> Sequence[StepResult]:
+        """Wait for them. Steps must be waited for in the order of their launches."""
+        ...
+
+
+@runtime_checkable
+class LaunchesAhead(Protocol):
+    """A device that takes a step on top of one whose results nobody has seen yet."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step; returns before the device is done."""
+        ...
+
+
 @runtime_checkable
 class CanDraft(Protocol):
     """A device that may make the guesses that `num_wanted_drafts` asks for."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.backends.cpu_decoder import TORCH_DTYPES, create_decoder
 from paceline_engine.backends.cpu_drafting import make_draft_model
 from paceline_engine.backends.pages import release_pages
@@ -23,6 +22,7 @@ from paceline_engine.grammar import Grammars
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.messages import SamplingParams
 from paceline_engine.models.config import ModelConfig
+from paceline_engine.paged_kv import PagedKV
 from paceline_engine.runner import ModelRunner
 from paceline_kvstore.tiers.memory import MemoryTier
 

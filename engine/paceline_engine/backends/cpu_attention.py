@@ -1,4 +1,4 @@
-"""Paged KV in host memory and attention over it with torch's CPU kernels.
+"""Attention over paged KV in host memory, with torch's CPU kernels.
 
 Query heads that share a KV head are packed as rows of one query, so grouped-query attention repeats no KV. Positions
 outside a sequence's context may hold anything, NaN included: they are zeroed after the gather, before any arithmetic.
@@ -11,30 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline_engine.batch import Batch, DecodeGroup, PrefillSequence
-from paceline_engine.models.config import AttentionLayer, ModelConfig
-
-
-class PagedKV:
-    """The block pool's memory: one tensor [layers, 2 (key, value), blocks, block_size, kv_heads, head_dim]."""
-
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.layers = config.attention_layers()
-        self.tensor = torch.zeros(
-            (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim), dtype=dtype
-        )
-        self._slots = self.tensor.view(config.num_layers, 2, num_blocks * block_size, -1)
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store keys and values [tokens, kv_heads, head_dim] at flat slots [tokens]."""
-        self._slots[layer, 0].index_copy_(0, slots, key.flatten(1))
-        self._slots[layer, 1].index_copy_(0, slots, value.flatten(1))
-
-    def gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of blocks [n], each a copy [n * block_size, kv_heads, head_dim]."""
-        key, value = self.tensor[layer]
-        return key.index_select(0, block_ids).flatten(0, 1), value.index_select(0, block_ids).flatten(0, 1)
+from paceline_engine.models.config import AttentionLayer
+from paceline_engine.paged_kv import PagedKV
 
 
 class CpuAttention:

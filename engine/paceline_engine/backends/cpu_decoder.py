@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from paceline_engine.backends.cpu_model import TorchModel
 from paceline_engine.config import EngineConfig
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.decoder import Decoder
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 def create_decoder(
     config: EngineConfig, model: ModelConfig, weight_files: Sequence[Path], *, max_model_len: int, threads: int
-) -> Decoder | NativeDecoder:
+) -> TorchModel | NativeDecoder:
     """The decoder that `config` asks for, loaded. Raises ValueError where it insists on what can't be had."""
     if config.cpu_kernels != "torch":
         try:
@@ -42,8 +43,14 @@ def create_decoder(
     return _torch(config, model, weight_files, max_model_len)
 
 
-def _torch(config: EngineConfig, model: ModelConfig, weight_files: Sequence[Path], max_model_len: int) -> Decoder:
-    return Decoder(
+def _torch(
+    config: EngineConfig,
+    model: ModelConfig,
+    weight_files: Sequence[Path],
+    max_model_len: int,
+    adapters: AdapterTable | None = None,
+) -> TorchModel:
+    decoder = Decoder(
         model,
         weight_files,
         max_model_len=max_model_len,
@@ -51,6 +58,7 @@ def _torch(config: EngineConfig, model: ModelConfig, weight_files: Sequence[Path
         max_adapters=config.max_loras,
         max_rank=config.max_lora_rank,
     )
+    return TorchModel(decoder, adapters)
 
 
 def _native(
@@ -73,7 +81,7 @@ def _native(
         threads=threads,
         cache=Path(config.model_dir),
         adapters=adapters,
-        make_adapted=partial(_torch, config, model, weight_files, max_model_len),
+        make_adapted=partial(_torch, config, model, weight_files, max_model_len, adapters),
     )
     logger.info("CPU kernels: %s, %d threads, weights %s", decoder.isa, threads, config.weights_dtype)
     return decoder

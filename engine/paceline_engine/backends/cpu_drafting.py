@@ -7,19 +7,19 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.backends.cpu_decoder import create_decoder
+from paceline_engine.backends.cpu_model import TorchModel
 from paceline_engine.config import EngineConfig
 from paceline_engine.drafting import DraftModel
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.loader import load_model_dir
 from paceline_engine.native.decoder import NativeDecoder
+from paceline_engine.paged_kv import PagedKV
 
 
 def make_draft_model(
     config: EngineConfig,
-    target: Decoder | NativeDecoder,
+    target: TorchModel | NativeDecoder,
     kv: PagedKV,
     weight_files: Sequence[Path],
     *,

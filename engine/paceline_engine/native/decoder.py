@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from paceline_engine.backends.cpu_attention import CpuAttention
+from paceline_engine.backends.cpu_model import TorchModel
+from paceline_engine.batch import Batch
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.decoder import Decoder, HiddenRows
+from paceline_engine.models.decoder import HiddenRows
 from paceline_engine.models.loader import DESCRIPTION
-from paceline_engine.models.lora import AdapterTable, LayerDeltas
+from paceline_engine.models.lora import AdapterTable
 from paceline_engine.models.rope import RotaryEmbedding
 from paceline_engine.models.weights import WeightFiles
 from paceline_engine.native.library import (
@@ -38,6 +39,7 @@ from paceline_engine.native.packed import (
     pack_in_memory,
     packed_name,
 )
+from paceline_engine.paged_kv import PagedKV
 
 VECTORS = (
     "input_norm",
@@ -67,7 +69,7 @@ def unsupported(config: ModelConfig) -> str | None:
 
 
 class NativeDecoder:
-    """Packed weights and a pool of threads; a drop-in for `models.decoder.Decoder` before a `CpuAttention`.
+    """Packed weights and a pool of threads; a `PagedModel`.
 
     weight_format: a key of FORMATS. cache: folder for the packed file; None packs into this process's memory.
     make_adapted: makes torch's decoder, which takes the batches that hold LoRA adapters; called with the first of them.
@@ -84,14 +86,14 @@ class NativeDecoder:
         threads: int,
         cache: Path | None = None,
         adapters: AdapterTable | None = None,
-        make_adapted: Callable[[], Decoder] | None = None,
+        make_adapted: Callable[[], TorchModel] | None = None,
     ) -> None:
         self.config = config
         self._num_layers = config.num_layers
         self._whole = self
         self.adapters = adapters if adapters is not None else AdapterTable(config, torch.float32)
         self._make_adapted = make_adapted
-        self._adapted: Decoder | None = None
+        self._adapted: TorchModel | None = None
         self.isa = chosen_isa(library)
         self._library = library
         # The head decides between close tokens, and is read once a step: 8 bits there cost little and keep quality.
@@ -115,20 +117,13 @@ class NativeDecoder:
         shortened._num_layers = count
         return shortened
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logits_rows: torch.Tensor,
-        attention: CpuAttention,
-        deltas: Sequence[LayerDeltas] | None = None,
-        states: HiddenRows | None = None,
+    def step(
+        self, batch: Batch, kv: PagedKV, adapters: Sequence[str | None] = (), states: HiddenRows | None = None
     ) -> torch.Tensor:
-        """Logits [rows, vocab] in float32 of the tokens at `logits_rows`; token_ids and positions are [tokens]."""
-        if deltas is not None:
-            adapted = self._whole._with_adapters().first_layers(self._num_layers)
-            return adapted.forward(token_ids, positions, logits_rows, attention, deltas, states)
-        batch, kv = attention.batch, attention.kv
+        """See `PagedModel.step`."""
+        if any(name is not None and name in self.adapters for name in adapters):
+            return self._whole._with_adapters().first_layers(self._num_layers).step(batch, kv, adapters, states)
+        token_ids, logits_rows = batch.token_ids, batch.logits_rows
         # The kernels index with these unchecked.
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.config.vocab_size:
             raise IndexError(f"a token id is outside the vocabulary of {self.config.vocab_size}")
@@ -139,7 +134,7 @@ class NativeDecoder:
             logits_rows=logits_rows.shape[0],
             layers=self._num_layers,
             token_ids=token_ids.data_ptr(),
-            positions=positions.data_ptr(),
+            positions=batch.positions.data_ptr(),
             slots=batch.slots.data_ptr(),
             sequence_begins=batch.sequence_begins.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
@@ -158,7 +153,7 @@ class NativeDecoder:
             raise MemoryError(f"there is no memory for a step of {token_ids.shape[0]} tokens")
         return logits
 
-    def _with_adapters(self) -> Decoder:
+    def _with_adapters(self) -> TorchModel:
         if self._adapted is None:
             if self._make_adapted is None:
                 raise ValueError("the native CPU kernels run no LoRA adapters")

@@ -7,7 +7,7 @@ to positions only where guesses are verified. Trouble in one row is that request
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,27 @@ class Sampler:
             raise ValueError(f"lenience must be above 0 and at most 1, not {lenience}")
         self._lenience = lenience
         self._gumbel_draw = GumbelDraw(vocab_size)
+
+    def admit(self, row: Row) -> None:
+        """All of a request's state is in its row."""
+
+    def release(self, request_id: str) -> None:
+        """See `admit`."""
+
+    def needs_tokens(self, row: Row) -> bool:
+        """Every row does: tokens are drawn on the host."""
+        return True
+
+    def launch(
+        self, logits: torch.Tensor, items: Sequence[ScheduledRequest], rows: Sequence[Row]
+    ) -> Callable[[], list[StepResult]]:
+        """Sample at once."""
+        results = self.sample(logits, items, rows)
+        return lambda: results
+
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """See `sampling.logprobs.token_logprobs`."""
+        return token_logprobs(logits, token_ids, num_top)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, items: Sequence[ScheduledRequest], rows: Sequence[Row]) -> list[StepResult]:

@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from oracle import embedding, greedy  # noqa: E402
 from tiny_grammars import EOS, Compiler  # noqa: E402
 
-from paceline_engine.backends.cpu_attention import PagedKV  # noqa: E402
+from paceline_engine.backends.cpu_model import TorchModel  # noqa: E402
 from paceline_engine.core.block_pool import BlockPool  # noqa: E402
 from paceline_engine.core.kv_manager import KVManager, SequenceStore  # noqa: E402
 from paceline_engine.core.prefix_cache import PrefixCache  # noqa: E402
@@ -35,6 +35,7 @@ from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams, 
 from paceline_engine.models.config import ModelConfig  # noqa: E402
 from paceline_engine.models.decoder import Decoder  # noqa: E402
 from paceline_engine.models.hf_folder import read_config  # noqa: E402
+from paceline_engine.paged_kv import PagedKV  # noqa: E402
 from paceline_engine.runner import ModelRunner  # noqa: E402
 
 TIE_PROPERTY = "greedy tie"
@@ -157,12 +158,14 @@ def make_loop(
     kv = PagedKV(checkpoint.config, num_blocks + scratch, block_size, dtype)
     make_decoder = make_decoder or partial(Decoder, dtype=dtype)
     decoder = make_decoder(checkpoint.config, checkpoint.files, max_model_len=max_model_len)
+    if isinstance(decoder, Decoder):
+        decoder = TorchModel(decoder)
     draft_model = None
     if isinstance(draft, int):
         draft_model = DraftModel(decoder=decoder.first_layers(draft), kv=kv, shares_kv=True)
     elif draft is not None:
         draft_model = DraftModel(
-            decoder=Decoder(draft.config, draft.files, max_model_len=max_model_len, dtype=dtype),
+            decoder=TorchModel(Decoder(draft.config, draft.files, max_model_len=max_model_len, dtype=dtype)),
             kv=PagedKV(draft.config, num_blocks + scratch, block_size, dtype),
             shares_kv=False,
         )

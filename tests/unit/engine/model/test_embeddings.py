@@ -108,7 +108,7 @@ def test_embeddings_beside_a_drafter(tiny, new_loop, prompts_for):
 
 def test_a_hidden_state_that_is_not_finite_fails_its_request_alone(tiny, new_loop):
     loop = new_loop(tiny)
-    loop.runner._decoder._embedding[7] = torch.nan
+    loop.runner._decoder._decoder._embedding[7] = torch.nan
     loop.add("0", [3, 7], 1, embed=True)
     loop.add("1", [3, 4], 1, embed=True)
     loop.run()

@@ -25,11 +25,12 @@ from paceline_engine.messages import (
     ToCore,
     TokenLogprobs,
 )
+from paceline_engine.runner import Launched
 from paceline_kvstore.tiers.memory import MemoryTier
 
-# Name -> (num_scheduler_steps, overlapped).
-MODES: dict[str, tuple[int, bool]] = {"2 steps": (2, False), "3 steps": (3, False), "8 steps": (8, False)}
-MODES["overlapped"] = (1, True)
+# Name -> (num_scheduler_steps, how steps overlap).
+MODES: dict[str, tuple[int, str]] = {"2 steps": (2, ""), "3 steps": (3, ""), "8 steps": (8, "")}
+MODES |= {"overlapped": (1, "by a thread"), "launched": (1, "on the device")}
 # Ids of the grammars that every loop has loaded.
 DIGITS, OBJECT = 0, 1
 
@@ -53,13 +54,23 @@ class Device:
         return results
 
 
+class LaunchingDevice(Device):
+    """One that is handed the next step before anybody waits for the last one's results."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        self.num_plans_ahead += any(UNKNOWN in item.token_ids for item in plan.scheduled)
+        launched = self.runner.launch(plan)
+        self.most_tokens = max(self.most_tokens, 1)
+        return launched
+
+
 @dataclass
 class Run:
     """A core that hears `messages`, one list a round, and stops when all is done."""
 
     loop: Any
     messages: list[list[ToCore]]
-    overlapped: bool = False
+    overlapped: str = ""
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, int] = field(default_factory=dict)
@@ -69,13 +80,14 @@ class Run:
 
     def __post_init__(self) -> None:
         self.scheduler = self.loop.scheduler
-        self.device = Device(self.loop.runner)
+        make_device = LaunchingDevice if self.overlapped == "on the device" else Device
+        self.device = make_device(self.loop.runner)
         core = Core(
             scheduler=self.scheduler,
             backend=self.device,
             max_model_len=96,
             namespace_digest="00" * 32,
-            overlapped=self.overlapped,
+            overlapped=bool(self.overlapped),
         )
         self._rounds = [[*messages, None] for messages in self.messages]
         CoreLoop(core, self._receive, self._keep, clock=self._tick).run()
@@ -220,7 +232,7 @@ def test_every_way_to_loop_gives_the_same_answers(make, plain_run, mode, seed, p
     assert (run.scheduler.num_preemptions > 0) == (pool != "large")
     assert (run.scheduler.kv.num_restored_sequences > 0) == (pool == "stored")
     assert run.device.most_tokens >= num_steps
-    assert (run.device.num_plans_ahead > 0) == overlapped
+    assert (run.device.num_plans_ahead > 0) == bool(overlapped)
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

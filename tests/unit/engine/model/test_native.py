@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline_engine.backends.cpu_decoder import create_decoder
+from paceline_engine.backends.cpu_model import TorchModel
 from paceline_engine.config import EngineConfig
-from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.native.build import NativeBuildError, ensure_library, find_compiler
 from paceline_engine.native.decoder import NativeDecoder, unsupported
@@ -96,15 +96,15 @@ def test_any_block_size_and_nan_in_what_is_not_owned(tiny, new_loop, prompts_for
 def logits_of(loop, prompts):
     """Each request's logits rows, one a token, by its number."""
     rows: dict[int, list[torch.Tensor]] = {i: [] for i in range(len(prompts))}
-    forward = loop.runner._decoder.forward
+    step = loop.runner._decoder.step
 
-    def recording(token_ids, positions, logits_rows, attention, *more):
-        logits = forward(token_ids, positions, logits_rows, attention, *more)
-        for item, row in zip(attention.batch.samplers, logits, strict=True):
+    def recording(batch, *more):
+        logits = step(batch, *more)
+        for item, row in zip(batch.samplers, logits, strict=True):
             rows[int(item.request_id)].append(row.clone())
         return logits
 
-    loop.runner._decoder.forward = recording
+    loop.runner._decoder.step = recording
     run(loop, prompts)
     return rows
 
@@ -356,7 +356,7 @@ class TestChoice:
         return create_decoder(config, tiny.config, tiny.files, max_model_len=64, threads=1)
 
     def test_without_a_compiler_torch_runs_and_the_log_says_so(self, tiny, tmp_path, no_compiler, caplog):
-        assert isinstance(self.decoder(tiny, tmp_path), Decoder)
+        assert isinstance(self.decoder(tiny, tmp_path), TorchModel)
         assert "no C++ compiler" in caplog.text
 
     def test_what_was_insisted_on_is_refused_in_one_line(self, tiny, tmp_path, no_compiler):

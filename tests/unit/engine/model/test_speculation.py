@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline_engine.backends.cpu import CpuBackend
-from paceline_engine.backends.cpu_attention import PagedKV
 from paceline_engine.backends.cpu_drafting import make_draft_model
+from paceline_engine.backends.cpu_model import TorchModel
 from paceline_engine.batch import BlockTables, build_batch
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan
@@ -21,6 +21,7 @@ from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.core_setup import build_core
 from paceline_engine.messages import AddRequest, SamplingParams
 from paceline_engine.models.decoder import Decoder
+from paceline_engine.paged_kv import PagedKV
 from paceline_engine.sampling.noise import Stream, gumbel_at, row_keys, uniforms
 from paceline_engine.sampling.row import Row
 from paceline_engine.sampling.sampler import Sampler
@@ -283,7 +284,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(tiny, tmp_path_factory, buil
     folder = drafter.files[0].parent
     (folder / "tokenizer.json").write_text("{}")
     kv = PagedKV(tiny.config, 8, 4, torch.float32)
-    decoder = Decoder(tiny.config, tiny.files, max_model_len=96, dtype=torch.float32)
+    decoder = TorchModel(Decoder(tiny.config, tiny.files, max_model_len=96, dtype=torch.float32))
     config = EngineConfig(model_dir="", speculative_method="draft", speculative_model=str(folder))
     with pytest.raises(ValueError, match=r"same vocabulary|fewer than max-model-len 96"):
         make_draft_model(config, decoder, kv, tiny.files, max_model_len=96, threads=1)
