@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
+from paceline_engine.records import Struct
 
 DEVICES = ("auto", "cpu", "simulated")
 DTYPES = ("float32", "bfloat16")
@@ -34,7 +34,7 @@ _CHOICES = {
 }
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+class EngineConfig(Struct, frozen=True, kw_only=True):
     """Everything the core process needs to know.
 
     model_dir: converted model folder. dtype: of weights, activations and KV. max_model_len: prompt plus output in

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import msgspec
-
 from paceline_engine.backends.base import Backend
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.step_log import Commanded, StepLog
 from paceline_engine.messages import Command, CommandResult, DropGrammar, LoadGrammar, PrepareGrammars, RequestOutput
+from paceline_engine.records import require_msgspec
 
 
 @runtime_checkable
@@ -136,7 +135,7 @@ class Commands:
         values: dict[str, Any] = {
             "num_running": self._scheduler.num_running,
             "running": self._scheduler.running_ids(),
-            "waiting": msgspec.to_builtins(self._scheduler.why_waiting(now)),
+            "waiting": require_msgspec("an explanation of who waits").to_builtins(self._scheduler.why_waiting(now)),
         }
         if arguments.get("log") == "true":
             values["log"] = self._log.encoded()

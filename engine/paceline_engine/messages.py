@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
+from paceline_engine.records import Struct
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(Struct, frozen=True, kw_only=True):
     """Per-request sampling, normalised once in the API process.
 
     temperature: 0 is greedy. top_k: 0 is off. top_p: in (0, 1]. min_p: in [0, 1]; 0 is off. Penalties as in OpenAI
@@ -42,7 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+class AddRequest(Struct, frozen=True, kw_only=True, tag="add"):
     """One accepted request.
 
     salt: isolates tenants' cached KV; part of the first block's hash. priority: lower runs first, as in vLLM.
@@ -64,7 +64,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     embed: bool = False
 
 
-class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+class AbortRequest(Struct, frozen=True, kw_only=True, tag="abort"):
     """The client went away or a stop string was found: end the request and free its blocks."""
 
     request_id: str
@@ -73,7 +73,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 CommandName = Literal["reset_prefix_cache", "sleep", "wake", "load_adapter", "unload_adapter", "explain"]
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
+class Command(Struct, frozen=True, kw_only=True, tag="command"):
     """Something to do between two steps that is no request. Answered by one CommandResult with the same id."""
 
     command_id: str
@@ -81,13 +81,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
     arguments: dict[str, str] = {}
 
 
-class PrepareGrammars(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_grammars"):
+class PrepareGrammars(Struct, frozen=True, kw_only=True, tag="prepare_grammars"):
     """A grammar is being compiled: get ready for it, beside the steps. vocabulary: xgrammar's serialised form, once."""
 
     vocabulary: bytes = b""
 
 
-class LoadGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="load_grammar"):
+class LoadGrammar(Struct, frozen=True, kw_only=True, tag="load_grammar"):
     """Load a compiled grammar (xgrammar's serialised form), beside the steps, for requests that will name it.
 
     Answered by one CommandResult with this command_id, whose values have its "bytes" in memory. Ids are used once.
@@ -98,17 +98,17 @@ class LoadGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="load_grammar")
     grammar: bytes
 
 
-class DropGrammar(msgspec.Struct, frozen=True, kw_only=True, tag="drop_grammar"):
+class DropGrammar(Struct, frozen=True, kw_only=True, tag="drop_grammar"):
     """No request names this grammar any more."""
 
     grammar_id: int
 
 
-class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
+class Shutdown(Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Leave the loop after the current step."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Natural logarithm of a token's probability before temperature and cuts, and the likeliest alternatives.
 
     rank: 1 for the likeliest token. top: (token id, logprob), likeliest first.
@@ -125,7 +125,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 ErrorKind = Literal["invalid", "queue_full", "deadline", "asleep", "internal"]
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutput(Struct, frozen=True, kw_only=True):
     """What one step yields for one request.
 
     finish_reason is None while the request runs, then exactly once one of "stop", "length", "deadline", "abort",
@@ -152,7 +152,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     embedding: bytes = b""
 
 
-class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
+class CoreStats(Struct, frozen=True, kw_only=True):
     """Scheduler state after a step. Counters only grow; *_seconds are seconds.
 
     num_free_blocks: held by nobody; num_cached_blocks of them hold KV that a prefix hit would find. prefix_query_tokens
@@ -192,7 +192,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     device: dict[str, float] = {}
 
 
-class KVEvent(msgspec.Struct, frozen=True, kw_only=True):
+class KVEvent(Struct, frozen=True, kw_only=True):
     """A change of what the prefix cache can find. Sequence numbers of one core are 0, 1, 2, ... without a gap.
 
     "stored": block_hashes are new, the first one's parent is parent_hash (None: a root), token_ids are all their
@@ -206,7 +206,7 @@ class KVEvent(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
 
 
-class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+class CommandResult(Struct, frozen=True, kw_only=True, tag="result"):
     """A command's answer: values, or one line that says why it could not be done.
 
     Also how work beside the core's steps tells the core's own loop that it is done.
@@ -217,7 +217,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     error: str | None = None
 
 
-class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+class StepOutputs(Struct, frozen=True, kw_only=True, tag="step"):
     """Outputs of one step. Sent without outputs as the heartbeat of an idle core (at least once a second)."""
 
     outputs: tuple[RequestOutput, ...] = ()
@@ -226,7 +226,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     results: tuple[CommandResult, ...] = ()
 
 
-class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class CoreReady(Struct, frozen=True, kw_only=True, tag="ready"):
     """The model is loaded and the KV pool allocated. follows_constraints: the device can load grammars."""
 
     num_blocks: int
@@ -237,7 +237,7 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     follows_constraints: bool = True
 
 
-class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+class CoreFailed(Struct, frozen=True, kw_only=True, tag="failed"):
     """The core can't start or can't go on: one line that says what and what to do."""
 
     message: str

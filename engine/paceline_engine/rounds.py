@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec.structs import replace
-
 from paceline_engine.core.outputs import ScheduledRequest, StepPlan, StepResult
+from paceline_engine.records import replace
 
 
 def in_rounds(

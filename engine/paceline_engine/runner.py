@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from msgspec.structs import replace
 
 from paceline_engine.batch import Batch, BlockTables, build_batch
 from paceline_engine.core.outputs import UNKNOWN, AdmittedRequest, ScheduledRequest, StepPlan, StepResult
@@ -21,6 +20,7 @@ from paceline_engine.messages import SamplingParams, TokenLogprobs
 from paceline_engine.models.decoder import HiddenRows
 from paceline_engine.paged_kv import PagedKV
 from paceline_engine.paged_model import PagedModel
+from paceline_engine.records import replace
 from paceline_engine.rounds import in_rounds
 from paceline_engine.sampling.row import Matcher, Row, RowError
 from paceline_engine.sampling.sampler import Sampler

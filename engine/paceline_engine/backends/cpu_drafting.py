@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from paceline_engine.backends.cpu_decoder import create_decoder
 from paceline_engine.backends.cpu_model import TorchModel
 from paceline_engine.config import EngineConfig
@@ -15,6 +13,7 @@ from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import load_model_dir
 from paceline_engine.native.decoder import NativeDecoder
 from paceline_engine.paged_kv import PagedKV
+from paceline_engine.records import replace
 
 
 def make_draft_model(

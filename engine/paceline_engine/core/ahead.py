@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import replace
-
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.outputs import UNKNOWN, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.ranked import RankedRequests
 from paceline_engine.core.request import Request, RequestStatus
+from paceline_engine.records import replace
 
 
 def room_ahead(request: Request, kv: KVManager, num_running: int) -> int:

@@ -6,9 +6,8 @@ Imports neither tensors nor I/O.
 
 from __future__ import annotations
 
-import msgspec
-
 from paceline_engine.messages import ErrorKind, SamplingParams, TokenLogprobs
+from paceline_engine.records import Struct
 
 # A token that the device has sampled, or will before it comes to this plan, and the scheduler doesn't know.
 UNKNOWN = -1
@@ -17,7 +16,7 @@ UNKNOWN = -1
 # garbage collector needn't visit them.
 
 
-class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class AdmittedRequest(Struct, frozen=True, kw_only=True, gc=False):
     """All that a device keeps of a request while it runs; told once when it begins to run, and anew after preemption.
 
     token_ids: prompt and the output known by now, the first num_prompt_tokens of them the prompt.
@@ -31,7 +30,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     grammar_id: int | None = None
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ScheduledRequest(Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of `token_ids`, which stand at `start`, `start` + 1, ...
 
     new_block_ids extend the request's block table. The last num_draft_tokens of token_ids are guesses. With sample, the
@@ -70,7 +69,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.start + len(self.token_ids) - self.num_draft_tokens
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class StepPlan(Struct, frozen=True, kw_only=True, gc=False):
     """One step. A device applies `released`, then `admitted`, then computes `scheduled`.
 
     released: requests whose device-side rows can go: finished, aborted or preempted. admitted: requests that get a row
@@ -89,7 +88,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return sum([len(item.token_ids) for item in self.scheduled])
 
 
-class StepResult(msgspec.Struct, frozen=True, gc=False):
+class StepResult(Struct, frozen=True, gc=False):
     """A device's answer for one request: tokens where it samples, or one line that says why there are none.
 
     token_ids: the guesses that were kept, then one token more; or one token of each step that was made. logprobs stand

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import msgspec
+from paceline_engine.records import Struct
 
 
 class RadixError(RuntimeError):
@@ -199,7 +199,7 @@ def _common_length(tokens: list[int], token_ids: Sequence[int], start: int) -> i
     return low
 
 
-class BranchingLoss(msgspec.Struct, frozen=True, kw_only=True):
+class BranchingLoss(Struct, frozen=True, kw_only=True):
     """Tokens of the sequences, of those computed before, and of those found again in whole blocks."""
 
     num_tokens: int

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
-
 from paceline_engine.config import MAX_GUESSES
 from paceline_engine.core.ngram import NgramIndex
 from paceline_engine.core.request import Request
+from paceline_engine.records import Struct
 
 SpeculativeMethod = Literal["none", "ngram", "draft", "selfDraft"]
 
@@ -35,7 +34,7 @@ def speedup(acceptance: float, num_guesses: int, cost: float) -> float:
     return expected_tokens(acceptance, num_guesses) / (num_guesses * cost + 1.0)
 
 
-class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
+class SpeculationConfig(Struct, frozen=True, kw_only=True):
     """How to guess.
 
     num_tokens: guesses a step; None adapts up to max_tokens. draft_cost: time of one guess over a step's, where a model
@@ -59,7 +58,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"n-gram lengths must be 1 <= min <= max, not {self.min_n} and {self.max_n}")
 
 
-class ClassRecord(msgspec.Struct, frozen=True):
+class ClassRecord(Struct, frozen=True):
     """What one traffic class's guesses came to, as plain data."""
 
     traffic_class: str

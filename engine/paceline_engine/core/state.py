@@ -7,9 +7,8 @@ scheduler that decides as the first one will, whatever device it is driven with.
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any, get_type_hints
-
-import msgspec
 
 from paceline_engine.core.admission import SchedulerConfig
 from paceline_engine.core.block_pool import BlockPool
@@ -17,20 +16,15 @@ from paceline_engine.core.kv_manager import KVManager, SequenceStore
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.request import Request
 from paceline_engine.core.spec import ClassRecord, SpeculationConfig
+from paceline_engine.records import Struct, require_msgspec
 
 # Derived from the tokens, and made again when it is asked for.
 _DERIVED = {"ngrams"}
 _HINTS = get_type_hints(Request)
-
-RequestState: Any = msgspec.defstruct(
-    "RequestState",
-    [(field.name, _HINTS[field.name]) for field in dataclasses.fields(Request) if field.name not in _DERIVED],
-    frozen=True,
-    kw_only=True,
-)
+_STORED = [field.name for field in dataclasses.fields(Request) if field.name not in _DERIVED]
 
 
-class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerState(Struct, frozen=True, kw_only=True):
     """A scheduler between two steps.
 
     requests are in the order of arrival here; free_block_ids and cached_block_ids in the order in which they will be
@@ -59,16 +53,23 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     batch_num_places: int
 
 
+@cache
+def _request_state() -> Any:
+    """A struct of a request's stored fields, for msgspec to check plain data against."""
+    fields = [(name, _HINTS[name]) for name in _STORED]
+    return require_msgspec("a scheduler's state").defstruct("RequestState", fields, frozen=True, kw_only=True)
+
+
 def request_to_state(request: Request) -> dict[str, Any]:
-    """A request's fields as plain data that MessagePack can carry."""
-    names = [field.name for field in dataclasses.fields(Request) if field.name not in _DERIVED]
-    return msgspec.to_builtins({name: getattr(request, name) for name in names}, builtin_types=(bytes,))
+    """A request's fields as plain data that MessagePack can carry. Raises RuntimeError without msgspec."""
+    fields = {name: getattr(request, name) for name in _STORED}
+    return require_msgspec("a scheduler's state").to_builtins(fields, builtin_types=(bytes,))
 
 
 def request_from_state(state: dict[str, Any]) -> Request:
-    """The request again."""
-    fields = msgspec.convert(state, RequestState, builtin_types=(bytes,))
-    return Request(**{name: getattr(fields, name) for name in RequestState.__struct_fields__})
+    """The request again. Raises RuntimeError without msgspec."""
+    fields = require_msgspec("a scheduler's state").convert(state, _request_state(), builtin_types=(bytes,))
+    return Request(**{name: getattr(fields, name) for name in _STORED})
 
 
 def kv_from_state(state: SchedulerState, store: SequenceStore | None) -> KVManager:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-import msgspec
-
 from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.state import SchedulerState
 from paceline_engine.messages import AddRequest
+from paceline_engine.records import Struct, require_msgspec
 
 # Of one segment: tokens in its plans and prompts, and ENTRY_WEIGHT for each request in a plan. About 8 MB.
 MAX_WEIGHT = 400_000
@@ -25,20 +24,20 @@ ENTRY_WEIGHT = 16
 BYTES_A_WEIGHT = 20
 
 
-class Added(msgspec.Struct, frozen=True, tag="add"):
+class Added(Struct, frozen=True, tag="add"):
     """A request arrived."""
 
     message: AddRequest
     now: float
 
 
-class Aborted(msgspec.Struct, frozen=True, tag="abort"):
+class Aborted(Struct, frozen=True, tag="abort"):
     """A request was ended from outside."""
 
     request_id: str
 
 
-class Commanded(msgspec.Struct, frozen=True, tag="command"):
+class Commanded(Struct, frozen=True, tag="command"):
     """Something changed between two steps. name and value: of an adapter."""
 
     what: Literal["reset_prefix_cache", "sleep", "wake", "set_adapter", "remove_adapter"]
@@ -46,7 +45,7 @@ class Commanded(msgspec.Struct, frozen=True, tag="command"):
     value: str = ""
 
 
-class Planned(msgspec.Struct, frozen=True, tag="plan"):
+class Planned(Struct, frozen=True, tag="plan"):
     """A step was planned: when, and what the store answered meanwhile. ahead: on top of one that wasn't booked yet."""
 
     now: float
@@ -55,7 +54,7 @@ class Planned(msgspec.Struct, frozen=True, tag="plan"):
     ahead: bool
 
 
-class Updated(msgspec.Struct, frozen=True, tag="update"):
+class Updated(Struct, frozen=True, tag="update"):
     """The oldest plan that wasn't booked yet was: the device's results, when, and what they took."""
 
     results: tuple[StepResult, ...]
@@ -66,7 +65,7 @@ class Updated(msgspec.Struct, frozen=True, tag="update"):
 Entry = Added | Aborted | Commanded | Planned | Updated
 
 
-class Segment(msgspec.Struct, kw_only=True):
+class Segment(Struct, kw_only=True):
     """A state and everything that happened since, oldest first."""
 
     state: SchedulerState
@@ -74,7 +73,7 @@ class Segment(msgspec.Struct, kw_only=True):
     weight: int = 0
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class Difference(Struct, frozen=True, kw_only=True):
     """The first step of a segment that a replay planned otherwise."""
 
     step: int
@@ -185,11 +184,12 @@ class StepLog:
 
     def encoded(self) -> bytes:
         """The segments as MessagePack, for `decoded`."""
-        return msgspec.msgpack.encode(self.segments)
+        return require_msgspec("a step log").msgpack.encode(self.segments)
 
 
 def decoded(log: bytes) -> list[Segment]:
     """Segments of an encoded log. Raises ValueError if it isn't one."""
+    msgspec = require_msgspec("a step log")
     try:
         return msgspec.msgpack.decode(log, type=list[Segment])
     except msgspec.DecodeError as error:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-import msgspec
-
 from paceline_engine.core.request import Request
+from paceline_engine.records import Struct
 
 Reason = Literal["blocks", "seqs", "budget", "batch", "prefix", "preemption"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -24,7 +23,7 @@ _SENTENCES: dict[Reason, str] = {
 }
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+class Waiting(Struct, frozen=True, kw_only=True):
     """One waiting request. position: 0 is the next. missing: blocks, places, tokens or, for "batch", seconds if known.
 
     The reason and the missing quantity are those of the request at position 0, for which the others wait as well.

@@ -14,8 +14,9 @@ from paceline_engine.cli import app
 from paceline_engine.core.outputs import StepPlan
 from paceline_engine.core.request import Request
 from paceline_engine.core.scheduler import Scheduler
-from paceline_engine.core.state import RequestState
+from paceline_engine.core.state import request_to_state
 from paceline_engine.core.step_log import Planned, Segment, StepLog, decoded, replay
+from paceline_engine.messages import SamplingParams
 
 
 def logged_run(seed: int, weight: int) -> Client:
@@ -96,7 +97,9 @@ def test_a_restored_scheduler_finishes_what_the_first_one_began():
 
 def test_every_field_of_a_request_is_kept_but_the_derived_one():
     fields = {field.name for field in dataclasses.fields(Request)}
-    assert fields - set(RequestState.__struct_fields__) == {"ngrams"}
+    sampling = SamplingParams(max_tokens=1)
+    request = Request(request_id="a", token_ids=[1], num_prompt_tokens=1, sampling=sampling, max_total_tokens=2)
+    assert fields - set(request_to_state(request)) == {"ngrams"}
 
 
 def test_something_else_is_no_log():
