@@ -37,3 +37,8 @@ def pairwise(parameters: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dic
         missing -= pairs(best)
         chosen.append(best)
     return chosen
+
+
+def name_of(case: Mapping[str, Any]) -> str:
+    """A combination's values as a test's name."""
+    return "-".join(map(str, case.values()))

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairwise import pairwise
+from gated_mlp_cases import PARAMETERS, check
+from pairwise import name_of, pairwise
 
 from paceline_engine.kernels.gated_mlp import gated_activation, gated_activation_reference
 
 # exp of a large number is infinite and its sigmoid right; only numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
-CASES = pairwise(
-    {
-        "tokens": [0, 1, 7],
-        "inner": [1, 576, 1536, 2049],
-        "dtype": [torch.float32, torch.bfloat16],
-        "hidden_act": ["silu", "gelu_tanh"],
-        "padding": [0, 32],
-    }
-)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
+@pytest.mark.parametrize("case", pairwise(PARAMETERS), ids=name_of)
 def test_gated_activation_is_its_reference(case):
-    torch.manual_seed(0)
-    width = 2 * case["inner"]
-    gate_up = (3 * torch.randn(case["tokens"], width + case["padding"])).to(case["dtype"])[:, :width]
-    expected = gated_activation_reference(gate_up, case["hidden_act"])
-    got = gated_activation(gate_up, case["hidden_act"])
-    torch.testing.assert_close(got, expected, atol=TOLERANCE[case["dtype"]], rtol=TOLERANCE[case["dtype"]])
+    check(case)
 
 
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu_tanh"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import name_of, pairwise
+from quantized_gemm_cases import PARAMETERS, check
 
 from paceline_engine.kernels.quantized_gemm import (
     GROUP,
@@ -23,43 +22,10 @@ from paceline_engine.native.build import ensure_library, find_compiler
 from paceline_engine.native.library import FORMATS, PANEL, load_library
 from paceline_engine.native.packed import panel_order
 
-# Relative to the length of the summed products; bfloat16 is cut off by the interpreter when it is stored.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
-CASES = pairwise(
-    {
-        "rows": [0, 1, 17, 70],
-        "columns": [1, 96, 193],
-        "inner": [1, 32, 100, 576],
-        "form": ["int8", "int4"],
-        "dtype": [torch.float32, torch.bfloat16],
-        "bias": [False, True],
-        "num_splits": [1, 3],
-        "padding": [0, 16],
-    }
-)
 
-
-def tiling_of(rows: int, num_splits: int) -> GemmTiling:
-    return GemmTiling(
-        block_m=16 if rows < 16 else 32, block_n=64, block_k=64, num_splits=num_splits, num_warps=4, num_stages=1
-    )
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
+@pytest.mark.parametrize("case", pairwise(PARAMETERS), ids=name_of)
 def test_the_product_is_its_reference(case):
-    torch.manual_seed(0)
-    dtype, inner = case["dtype"], case["inner"]
-    matrix = pack_matrix(torch.randn(case["columns"], inner) + 0.3, case["form"])
-    x = torch.randn(case["rows"], inner + case["padding"]).to(dtype)
-    # Beside the rows, and so beside the inner dimension, may stand anything.
-    x[:, inner:] = torch.nan
-    x = x[:, :inner]
-    bias = torch.randn(case["columns"]).to(dtype) if case["bias"] else None
-    expected = quantized_gemm_reference(x, matrix, bias)
-    got = quantized_gemm(x, matrix, bias, tiling=tiling_of(case["rows"], case["num_splits"]))
-    assert got.dtype == dtype
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got, expected, atol=tolerance * math.sqrt(inner) * 2, rtol=tolerance)
+    check(case)
 
 
 def test_bands_of_row_blocks_cover_the_result():

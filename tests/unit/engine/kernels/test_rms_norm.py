@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import name_of, pairwise
+from rms_norm_cases import PARAMETERS, check
 
 from paceline_engine.kernels.rms_norm import choose_rows, rms_norm, rms_norm_reference
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
-CASES = pairwise(
-    {
-        "rows": [0, 1, 5, 17],
-        "size": [1, 96, 128, 576, 4097],
-        "dtype": [torch.float32, torch.bfloat16],
-        "residual": [False, True],
-        "in_place": [False, True],
-    }
-)
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
+@pytest.mark.parametrize("case", pairwise(PARAMETERS), ids=name_of)
 def test_rms_norm_is_its_reference(case):
-    torch.manual_seed(0)
-    dtype, shape = case["dtype"], (case["rows"], case["size"])
-    x, weight = torch.randn(shape).to(dtype), torch.randn(case["size"]).to(dtype)
-    residual = torch.randn(shape).to(dtype) if case["residual"] else None
-    expected_residual = None if residual is None else residual.clone()
-    expected = rms_norm_reference(x, weight, 1e-5, residual=expected_residual)
-    got = rms_norm(x, weight, 1e-5, residual=residual, out=x if case["in_place"] else None)
-    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(got, expected, **tolerance)
-    torch.testing.assert_close(residual, expected_residual, **tolerance)
+    check(case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

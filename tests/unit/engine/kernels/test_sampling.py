@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from packed import make_row, pack_rules, sampling_rows
-from pairwise import pairwise
+from packed import make_row, sampling_rows
+from pairwise import name_of
+from sampling_cases import CASES, check
 
-from paceline_engine.core.outputs import ScheduledRequest
-from paceline_engine.kernels.cuts import CutsTiling, SamplingRows
+from paceline_engine.kernels.cuts import SamplingRows
 from paceline_engine.kernels.noise import gumbel, row_key, uniform
-from paceline_engine.kernels.rules import apply_rules
 from paceline_engine.kernels.sampling import (
     NO_TOKEN,
     NOT_FINITE,
@@ -26,28 +24,7 @@ from paceline_engine.kernels.sampling import (
     sample,
 )
 from paceline_engine.sampling.noise import Stream, gumbel_at, row_keys, uniforms
-from paceline_engine.sampling.sampler import NOT_FINITE as NOT_FINITE_MESSAGE
-from paceline_engine.sampling.sampler import NOTHING_ALLOWED as NOTHING_ALLOWED_MESSAGE
 from paceline_engine.sampling.sampler import Sampler
-
-ROWS = pairwise(
-    {
-        "temperature": [0.0, 1e-6, 0.2, 1.0, 1.7],
-        "top_k": [0, 1, 20],
-        "top_p": [1.0, 0.9],
-        "min_p": [0.0, 0.1],
-        "seed": [0, -1, 2**63 - 1, 12345678901],
-        "position": [3, 100_000],
-        "logit_bias": [(), ((0, 5.0), (9, -100.0))],
-        "bad_words": [(), ((1,),)],
-        "repetition_penalty": [1.0, 1.2],
-        "presence_penalty": [0.0, 0.6],
-        "min_tokens": [0, 9],
-        "allowed_token_ids": [(), tuple(range(0, 300, 2))],
-        "grammar": [False, True],
-        "special": [None, None, "nan", "inf", "nothing"],
-    }
-)
 
 
 @triton.jit
@@ -75,42 +52,9 @@ def test_noise_is_the_cpus_from_the_largest_to_the_smallest(seed, position, stre
     assert number.item() == uniforms(keys)[0]
 
 
-@pytest.mark.parametrize(("vocab_size", "num_splits"), [(517, 1), (1000, 3)])
-def test_one_batch_of_all_rules_and_cuts_gives_the_cpus_tokens(vocab_size, num_splits):
-    chosen = random.Random(0)
-    rows, shares = [], []
-    torch.manual_seed(0)
-    logits = torch.randn(len(ROWS), vocab_size) * 3
-    for index, case in enumerate(ROWS):
-        output = [chosen.randrange(vocab_size) for _ in range(3)]
-        row = make_row(
-            vocab_size,
-            [chosen.randrange(vocab_size) for _ in range(10)],
-            output,
-            **{name: value for name, value in case.items() if name not in ("position", "special")},
-        )
-        rows.append(row)
-        start = case["position"]
-        shares.append(
-            ScheduledRequest(request_id=str(index), token_ids=[1], start=start, new_block_ids=[], sample=True)
-        )
-        if case["special"] == "nothing":
-            logits[index] = -torch.inf
-        elif case["special"] is not None:
-            logits[index, 4] = float(case["special"])
-    expected = []
-    for row, result in zip(rows, Sampler(vocab_size).sample(logits.clone(), shares, rows), strict=True):
-        if result.error is None:
-            expected.append(result.token_ids[0])
-        else:
-            is_empty = result.error == NOTHING_ALLOWED_MESSAGE or (
-                result.error == NOT_FINITE_MESSAGE and not row.has_rules
-            )
-            expected.append((NOT_FINITE, NOTHING_ALLOWED)[is_empty])
-    after = apply_rules(logits, pack_rules(rows, [()] * len(rows), vocab_size))
-    packed = sampling_rows(rows, [case["position"] + 1 for case in ROWS])
-    got = sample(after, packed, num_splits=num_splits, tiling=CutsTiling(tile=512, capacity=512))
-    assert got.tolist() == expected
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_one_batch_of_all_rules_and_cuts_gives_the_cpus_tokens(case):
+    check(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
