@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.lora_files import AdapterFolder, LoraError
+from paceline_engine.models.lora_files import PROJECTIONS, AdapterFolder, LoraError
 
 # Fused matrix: the projections whose rows it holds, in order.
-_FUSED = {
+FUSED = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "output": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
@@ -31,20 +31,14 @@ _FUSED = {
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One fused matrix's update: a [rank, in], b [out, rank] with the scale in it."""
+    """One matrix's update: a [rank, in], b [out, rank] with the scale in it."""
 
     a: torch.Tensor
     b: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A loaded adapter: for each layer, the updates of its fused matrices by name. digest: of its files' content."""
-
-    digest: str
-    layers: tuple[Mapping[str, LowRank], ...]
-
-
+# For each layer, the updates of its matrices by name.
+LayerUpdates = tuple[Mapping[str, LowRank], ...]
 # For one layer: fused matrix -> (rows [n] of the batch, update) of each adapter that changes it.
 LayerDeltas = Mapping[str, Sequence[tuple[torch.Tensor, LowRank]]]
 NO_DELTAS: LayerDeltas = {}
@@ -57,15 +51,18 @@ def add_deltas(output: torch.Tensor, x: torch.Tensor, deltas: LayerDeltas, matri
     return output
 
 
-class AdapterTable:
-    """The adapters of one model by name, at most `max_adapters`, each of rank `max_rank` or less."""
+class NamedAdapters:
+    """The adapters of one model by name, at most `max_adapters`, each of rank `max_rank` or less.
+
+    What is kept of one is each projection's update, in `dtype` and in host memory; `_kept` may make it another thing.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, max_adapters: int = 8, max_rank: int = 64) -> None:
         self._config = config
         self._dtype = dtype
         self._max_adapters = max_adapters
         self._max_rank = max_rank
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, LayerUpdates] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._adapters
@@ -74,14 +71,36 @@ class AdapterTable:
         """Load the adapter in folder `path`, or replace it; its digest. Raises LoraError, and then nothing changes."""
         if name not in self._adapters and len(self._adapters) >= self._max_adapters:
             raise LoraError(f"{len(self._adapters)} adapters are loaded, the most there may be: unload one")
-        adapter = _read(AdapterFolder(path), self._config, self._dtype, self._max_rank)
-        self._adapters[name] = adapter
-        return adapter.digest
+        folder = AdapterFolder(path)
+        digest = folder.digest()
+        self._adapters[name] = self._kept(_read(folder, self._config, self._max_rank))
+        return digest
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Raises LoraError if it isn't loaded."""
         if self._adapters.pop(name, None) is None:
             raise LoraError(f"the adapter {name!r} isn't loaded")
+
+    def _kept(self, layers: LayerUpdates) -> LayerUpdates:
+        return tuple(
+            {name: LowRank(update.a.to(self._dtype), update.b.to(self._dtype)) for name, update in updates.items()}
+            for updates in layers
+        )
+
+
+class AdapterTable(NamedAdapters):
+    """Adapters whose updates are fused as the decoder's matrices are."""
+
+    def _kept(self, layers: LayerUpdates) -> LayerUpdates:
+        sizes = projection_sizes(self._config)
+        return tuple(
+            {
+                matrix: _fuse([updates.get(name) for name in names], [sizes[name][0] for name in names], self._dtype)
+                for matrix, names in FUSED.items()
+                if any(name in updates for name in names)
+            }
+            for updates in layers
+        )
 
     def deltas(self, names: Sequence[str | None], counts: Sequence[int]) -> Sequence[LayerDeltas] | None:
         """Each layer's updates for a batch whose shares of counts[i] rows belong to names[i]; None if all are base.
@@ -97,16 +116,15 @@ class AdapterTable:
         )
         members = [(self._adapters[name], (of_row == index).nonzero()[:, 0]) for index, name in enumerate(present)]
         return [
-            {matrix: [(rows, updates[matrix]) for updates, rows in of_layer if matrix in updates] for matrix in _FUSED}
+            {matrix: [(rows, updates[matrix]) for updates, rows in of_layer if matrix in updates] for matrix in FUSED}
             for of_layer in (
-                [(adapter.layers[layer], rows) for adapter, rows in members] for layer in range(self._config.num_layers)
+                [(layers[layer], rows) for layers, rows in members] for layer in range(self._config.num_layers)
             )
         ]
 
 
-def _read(folder: AdapterFolder, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> Adapter:
-    """The folder's pairs as fused updates."""
-    digest = folder.digest()
+def _read(folder: AdapterFolder, config: ModelConfig, max_rank: int) -> LayerUpdates:
+    """The folder's pairs in float32, by projection."""
     pairs: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     with safe_open(folder.weights_file, framework="pt", device="cpu") as file:
         for entry in folder.tensors:
@@ -116,23 +134,17 @@ def _read(folder: AdapterFolder, config: ModelConfig, dtype: torch.dtype, max_ra
             if not bool(torch.isfinite(tensor).all()):
                 raise folder.error(f"{entry.name} holds a value that is not finite", "train it again")
             pairs.setdefault((entry.layer, entry.projection), {})[entry.half] = tensor.float()
-    sizes = _sizes(config)
+    sizes = projection_sizes(config)
+    layers: tuple[dict[str, LowRank], ...] = tuple({} for _ in range(config.num_layers))
     for (layer, projection), pair in pairs.items():
         _check_pair(folder, f"layer {layer} {projection}", pair, sizes[projection], max_rank)
-    return Adapter(
-        digest,
-        tuple(
-            {
-                matrix: _fuse(folder, layer, projections, pairs, sizes, dtype)
-                for matrix, projections in _FUSED.items()
-                if any((layer, projection) in pairs for projection in projections)
-            }
-            for layer in range(config.num_layers)
-        ),
-    )
+        part = next(part for part, names in PROJECTIONS.items() if projection in names)
+        scale = folder.scale(f"model.layers.{layer}.{part}.{projection}", pair["A"].shape[0])
+        layers[layer][projection] = LowRank(pair["A"], pair["B"] * scale)
+    return layers
 
 
-def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def projection_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of each projection."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -162,23 +174,8 @@ def _check_pair(
         raise folder.error(f"{where} has shapes {got}, the model implies {wanted}", "it is for another model")
 
 
-def _fuse(
-    folder: AdapterFolder,
-    layer: int,
-    projections: Sequence[str],
-    pairs: Mapping[tuple[int, str], Mapping[str, torch.Tensor]],
-    sizes: Mapping[str, tuple[int, int]],
-    dtype: torch.dtype,
-) -> LowRank:
-    part = "self_attn" if projections[0] in ("q_proj", "o_proj") else "mlp"
-    downs: list[torch.Tensor] = []
-    ups: list[torch.Tensor] = []
-    for projection in projections:
-        pair = pairs.get((layer, projection))
-        if pair is None:
-            ups.append(torch.zeros(sizes[projection][0], 0))
-            continue
-        scale = folder.scale(f"model.layers.{layer}.{part}.{projection}", pair["A"].shape[0])
-        downs.append(pair["A"])
-        ups.append(pair["B"] * scale)
+def _fuse(updates: Sequence[LowRank | None], sizes: Sequence[int], dtype: torch.dtype) -> LowRank:
+    """Updates of neighbouring projections, each with so many outputs, as one; None changes nothing."""
+    downs = [update.a for update in updates if update is not None]
+    ups = [torch.zeros(size, 0) if update is None else update.b for update, size in zip(updates, sizes, strict=True)]
     return LowRank(torch.cat(downs).to(dtype), torch.block_diag(*ups).to(dtype))
