@@ -121,7 +121,9 @@ class RotaryEmbedding:
     Sliding layers may have speeds of their own, and some layers no positions: `of_layer` picks from `at`'s answer.
     """
 
-    def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         speeds = [(inverse_frequencies(config), vector_scale(config))]
         if config.local_rope_theta is not None:
             speeds.append((_speeds(config.head_dim, config.local_rope_theta), 1.0))
@@ -129,7 +131,10 @@ class RotaryEmbedding:
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         for inv_freq, scale in speeds:
             angles = torch.outer(positions, inv_freq)
-            self._tables.append(((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)))
+            # Computed on the host, so that all devices rotate by the same bits.
+            self._tables.append(
+                ((angles.cos() * scale).to(device, dtype), (angles.sin() * scale).to(device, dtype)),
+            )
         local = config.sliding_layers if config.local_rope_theta is not None else ()
         self._table_of: list[int | None] = [int(index in local) for index in range(config.num_layers)]
         for index in config.no_rope_layers:
@@ -145,6 +150,10 @@ class RotaryEmbedding:
         """The pair for a layer, out of what `at` gave; None where the layer has no positions."""
         table = self._table_of[layer]
         return None if table is None else rotations[table]
+
+    def table_of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A layer's cos and sin of all positions [max_positions, head_dim / 2]; None where it has no positions."""
+        return self.of_layer(layer, self._tables)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

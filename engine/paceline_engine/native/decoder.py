@@ -101,7 +101,8 @@ class NativeDecoder:
         weights = WeightFiles(weight_files, torch.bfloat16 if weight_format == "bfloat16" else torch.float32)
         self._embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._packed = _packed_weights(library, config, weight_files, formats, threads, cache)
-        self._rotary = _rotary_tables(config, max_model_len)
+        rotary = RotaryEmbedding(config, max_model_len, torch.float32)
+        self._rotary = [rotary.table_of_layer(index) for index in range(config.num_layers)]
         self._layers = (LayerStruct * config.num_layers)(*map(self._layer, range(config.num_layers)))
         model = self._model(integer=weight_format in ("int8", "int4"))
         self._handle = library.paceline_create(ctypes.byref(model), self.isa.encode(), threads)
@@ -208,13 +209,3 @@ def _packed_weights(
         except OSError as error:
             logger.warning("packed weights can't be kept in %s (%s); packing into memory", cache, error.strerror)
     return pack_in_memory(packer())
-
-
-def _rotary_tables(config: ModelConfig, max_model_len: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Each layer's cosines and sines [positions, head_dim / 2] in float32; None for a layer without positions."""
-    rotary = RotaryEmbedding(config, max_model_len, torch.float32)
-    tables = [
-        (cosines.squeeze(1).contiguous(), sines.squeeze(1).contiguous())
-        for cosines, sines in rotary.at(torch.arange(max_model_len))
-    ]
-    return [rotary.of_layer(index, tables) for index in range(config.num_layers)]
