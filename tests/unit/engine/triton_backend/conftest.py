@@ -1,6 +1,6 @@
 """Kernels run through Triton's interpreter here, on the CPU; it is chosen when a kernel's module is imported.
 
-Also makes the helper beside this file importable: tests have no packages.
+Also makes the helpers of the kernels' tests and those beside this file importable: tests have no packages.
 """
 
 from __future__ import annotations
@@ -11,3 +11,4 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
