@@ -56,12 +56,16 @@ def encode_into(target: bytearray | memoryview, key: ChunkKey, payload: Buffer) 
     size = encoded_size(len(source))
     if len(view) < size:
         raise ValueError(f"the chunk needs {size} bytes, the buffer has {len(view)}")
-    view[: _PREFIX.size] = _PREFIX.pack(MAGIC, VERSION, HEADER_BYTES, 0, len(source))
-    view[_PREFIX.size : _KEY_END] = key.to_bytes()
-    view[_KEY_END:_CHECKSUM_START] = _PADDING
     view[HEADER_BYTES:size] = source
-    view[_CHECKSUM_START:HEADER_BYTES] = _checksum(view[:size])
+    view[:HEADER_BYTES] = encode_header(key, source)
     return size
+
+
+def encode_header(key: ChunkKey, payload: Buffer) -> bytes:
+    """The header alone, HEADER_BYTES long, for a payload that stays in a buffer of its own."""
+    source = _as_bytes(payload)
+    fields = _PREFIX.pack(MAGIC, VERSION, HEADER_BYTES, 0, len(source)) + key.to_bytes() + _PADDING
+    return fields + _checksum(fields, source)
 
 
 def decode(buffer: Buffer, key: ChunkKey) -> memoryview:
@@ -69,16 +73,23 @@ def decode(buffer: Buffer, key: ChunkKey) -> memoryview:
 
     Raises CorruptChunk, UnsupportedVersion, or ForeignChunk for an intact chunk of another key.
     """
-    view = _verified(buffer)
-    found = _key_of(view)
+    view = _as_bytes(buffer)
+    payload = view[HEADER_BYTES:].toreadonly()
+    check(view[:HEADER_BYTES], payload, key)
+    return payload
+
+
+def check(header: Buffer, payload: Buffer, key: ChunkKey) -> None:
+    """`decode` for a header and a payload in two buffers, same errors."""
+    found = _verified_key(_as_bytes(header), _as_bytes(payload))
     if found != key:
         raise ForeignChunk(f"the chunk is {found}, asked for was {key}")
-    return view[HEADER_BYTES:].toreadonly()
 
 
 def read_key(buffer: Buffer) -> ChunkKey:
     """The key of a chunk whose key is not known yet, as in a scan. Raises CorruptChunk or UnsupportedVersion."""
-    return _key_of(_verified(buffer))
+    view = _as_bytes(buffer)
+    return _verified_key(view[:HEADER_BYTES], view[HEADER_BYTES:])
 
 
 def _as_bytes(buffer: Buffer) -> memoryview:
@@ -88,31 +99,28 @@ def _as_bytes(buffer: Buffer) -> memoryview:
     return view.cast("B")
 
 
-def _checksum(chunk: memoryview) -> bytes:
-    digest = xxhash.xxh3_128(chunk[:_CHECKSUM_START])
-    digest.update(chunk[HEADER_BYTES:])
+def _checksum(fields: bytes | memoryview, payload: memoryview) -> bytes:
+    digest = xxhash.xxh3_128(fields)
+    digest.update(payload)
     return digest.digest()
 
 
-def _verified(buffer: Buffer) -> memoryview:
-    """The chunk as bytes, after everything but its key was checked."""
-    view = _as_bytes(buffer)
-    if len(view) < HEADER_BYTES:
-        raise CorruptChunk(f"{len(view)} bytes are too few for a header of {HEADER_BYTES}")
-    magic, version, header_bytes, _, payload_bytes = _PREFIX.unpack(view[: _PREFIX.size])
+def _verified_key(header: memoryview, payload: memoryview) -> ChunkKey:
+    """The key that the header names, after everything else was checked."""
+    if len(header) < HEADER_BYTES:
+        raise CorruptChunk(f"{len(header)} bytes are too few for a header of {HEADER_BYTES}")
+    magic, version, header_bytes, _, payload_bytes = _PREFIX.unpack(header[: _PREFIX.size])
     if magic != MAGIC:
         raise CorruptChunk("the magic number is wrong: these bytes are not a chunk")
     if version != VERSION:
         raise UnsupportedVersion(f"the chunk has format version {version}, this reader knows {VERSION}")
-    if header_bytes != HEADER_BYTES or encoded_size(payload_bytes) != len(view):
-        raise CorruptChunk(f"the header promises {header_bytes} + {payload_bytes} bytes, the buffer has {len(view)}")
-    if bytes(view[_CHECKSUM_START:HEADER_BYTES]) != _checksum(view):
+    if header_bytes != HEADER_BYTES or payload_bytes != len(payload):
+        raise CorruptChunk(
+            f"the header promises {header_bytes} + {payload_bytes} bytes, the buffer has {len(header) + len(payload)}"
+        )
+    if bytes(header[_CHECKSUM_START:]) != _checksum(header[:_CHECKSUM_START], payload):
         raise CorruptChunk("the checksum does not match")
-    return view
-
-
-def _key_of(chunk: memoryview) -> ChunkKey:
     try:
-        return ChunkKey.from_bytes(chunk[_PREFIX.size : _KEY_END])
+        return ChunkKey.from_bytes(header[_PREFIX.size : _KEY_END])
     except ValueError as error:
         raise CorruptChunk(str(error)) from None

@@ -1,6 +1,6 @@
 """Places that hold chunks, from near to far. Each answers None for what it does not have, for whatever reason."""
 
-from paceline_kvstore.tiers.base import Tier
+from paceline_kvstore.tiers.base import Lease, Tier, TierStats
 from paceline_kvstore.tiers.memory import MemoryTier
 
-__all__ = ["MemoryTier", "Tier"]
+__all__ = ["Lease", "MemoryTier", "Tier", "TierStats"]

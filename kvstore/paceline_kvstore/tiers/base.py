@@ -1,31 +1,136 @@
-"""What every tier can do."""
+"""What every tier can do, and what it hands out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.keys import ChunkKey
 
 
-class Tier(Protocol):
-    """A bounded place for chunks that may forget anything at any time. Safe to call from several threads."""
+@dataclass(slots=True)
+class TierStats:
+    """Counts since the tier was made. `corrupt` also counts chunks of a foreign key or version.
 
-    def put(self, key: ChunkKey, payload: Buffer) -> bool:
-        """Keep a copy of `payload`; False if it was not kept. A refused put changes nothing."""
+    refused: puts that were not kept, for whatever reason. errors: calls that ended in an I/O error.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    refused: int = 0
+    evictions: int = 0
+    expired: int = 0
+    corrupt: int = 0
+    errors: int = 0
+
+
+class Lease:
+    """A payload whose memory stays as it is until `release`, whatever happens to its chunk meanwhile.
+
+    `payload` is read-only. A view made from it (a slice, a numpy array) keeps the memory too, so that a late reader
+    never sees another chunk's bytes; the memory returns to the tier with the last of them.
+    """
+
+    __slots__ = ("payload",)
+
+    def __init__(self, payload: memoryview) -> None:
+        self.payload = payload
+
+    def release(self) -> None:
+        """Give the memory back. Calling it again does nothing; `payload` is unusable afterwards."""
+        try:
+            self.payload.release()
+        except BufferError:
+            # Somebody still reads through a view of it: that view's end is the lease's.
+            self.payload = memoryview(b"")
+
+    def __enter__(self) -> memoryview:
+        return self.payload
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Tier(Protocol):
+    """A bounded place for chunks that may forget anything at any time. Safe to call from several threads.
+
+    No method raises for a fault of the place itself (I/O error, full disk, timeout): reads answer a miss, writes
+    "not kept", and `stats.errors` counts. A ValueError is the caller's mistake.
+    """
+
+    def put(
+        self,
+        key: ChunkKey,
+        payload: Buffer,
+        *,
+        parent: ChunkKey | None = None,
+        tenant: str = "",
+        durable: bool = False,
+    ) -> bool:
+        """Keep a copy of `payload`; False if it was not kept. A refused put changes nothing.
+
+        One key names one state: a tier that has the key may keep the bytes it has. `parent` is the chunk before this
+        one in its chain (it is kept longer than what follows it); `tenant` owns the bytes. With `durable`, True means
+        that the chunk survives the machine's crash.
+        """
         ...
 
     def get(self, key: ChunkKey) -> memoryview | None:
-        """The verified payload, read-only, or None. A bad chunk is dropped and counted, and is a miss."""
+        """The verified payload, read-only and valid as long as it is referenced, or None.
+
+        A bad chunk is dropped, counted in `stats.corrupt`, and is a miss.
+        """
+        ...
+
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
+        """Copy the payload to the front of `target`; its bytes, or None for a miss (`target` may then be garbage).
+
+        Payloads from outside this process are verified. ValueError if `target` is smaller than the payload.
+        """
+        ...
+
+    def lease(self, key: ChunkKey) -> Lease | None:
+        """The payload without a copy where the tier has it in memory, or None. Verified as in `read_into`."""
+        ...
+
+    def contains(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading keys are there, up to the first that is not: a prefix lookup. No promise that they stay."""
         ...
 
     def delete(self, key: ChunkKey) -> bool:
-        """Forget a chunk; False if it was not there."""
+        """Forget a chunk; False if it was not there. After `flush` it stays forgotten across a restart."""
+        ...
+
+    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
+        """Forget the chunks of that namespace and tenant (None: of any); how many there were."""
+        ...
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """The keys held, in no order. Changes meanwhile may or may not show."""
+        ...
+
+    def flush(self) -> bool:
+        """Make every put and delete so far durable; False if that failed."""
+        ...
+
+    def close(self) -> None:
+        """Give up files, connections and memory; chunks stay where the tier outlives the process. Idempotent."""
+        ...
+
+    @property
+    def stats(self) -> TierStats:
+        """A copy of the counts."""
         ...
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all chunks held, headers included. Never above `capacity`."""
+        """Bytes that count against `capacity`: all that chunks take, headers and padding included."""
         ...
 
     @property

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import Lock
 
 from paceline_kvstore import codec
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.errors import CorruptChunk, KVStoreError
 from paceline_kvstore.keys import ChunkKey
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Counts since the tier was made. `corrupt` also counts chunks of a foreign key or version."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    corrupt: int = 0
+from paceline_kvstore.quarantine import Quarantine
+from paceline_kvstore.tiers.base import Lease, TierStats
 
 
 class MemoryTier:
@@ -35,9 +28,10 @@ class MemoryTier:
         self._capacity = capacity_bytes
         self._used = 0
         self._stats = TierStats()
+        self.quarantine = Quarantine()
         self._lock = Lock()
         # Least recently used first. A stored buffer is never written to again, so readers need no lock to verify it.
-        self._chunks: OrderedDict[ChunkKey, bytearray] = OrderedDict()
+        self._chunks: OrderedDict[ChunkKey, tuple[bytearray, str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -59,51 +53,96 @@ class MemoryTier:
         with self._lock:
             return replace(self._stats)
 
-    def put(self, key: ChunkKey, payload: Buffer) -> bool:
-        """Keep a copy, evicting as needed; False if the chunk is larger than the whole tier."""
-        if codec.encoded_size(memoryview(payload).nbytes) > self._capacity:
+    def put(
+        self,
+        key: ChunkKey,
+        payload: Buffer,
+        *,
+        parent: ChunkKey | None = None,
+        tenant: str = "",
+        durable: bool = False,
+    ) -> bool:
+        """Keep a copy, evicting as needed; False if the chunk is larger than the whole tier, or must be durable."""
+        if durable or codec.encoded_size(memoryview(payload).nbytes) > self._capacity:
+            with self._lock:
+                self._stats.refused += 1
             return False
         chunk = codec.encode(key, payload)
         with self._lock:
             self._remove(key)
             while self._used + len(chunk) > self._capacity:
-                _, evicted = self._chunks.popitem(last=False)
+                _, (evicted, _) = self._chunks.popitem(last=False)
                 self._used -= len(evicted)
                 self._stats.evictions += 1
-            self._chunks[key] = chunk
+            self._chunks[key] = chunk, tenant
             self._used += len(chunk)
+            self._stats.puts += 1
         return True
 
     def get(self, key: ChunkKey) -> memoryview | None:
         with self._lock:
-            chunk = self._chunks.get(key)
+            chunk, _ = self._chunks.get(key, (None, ""))
             if chunk is None:
                 self._stats.misses += 1
                 return None
             self._chunks.move_to_end(key)
         try:
             payload = codec.decode(chunk, key)
-        except KVStoreError:
-            self._quarantine(key, chunk)
+        except KVStoreError as error:
+            self._refuse(key, chunk, error)
             return None
         with self._lock:
             self._stats.hits += 1
         return payload
 
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
+        payload = self.get(key)
+        if payload is None:
+            return None
+        view = memoryview(target).cast("B")
+        if len(view) < len(payload):
+            raise ValueError(f"the payload has {len(payload)} bytes, the buffer {len(view)}")
+        view[: len(payload)] = payload
+        return len(payload)
+
+    def lease(self, key: ChunkKey) -> Lease | None:
+        payload = self.get(key)
+        return None if payload is None else Lease(payload)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> int:
+        with self._lock:
+            return next((index for index, key in enumerate(keys) if key not in self._chunks), len(keys))
+
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:
             return self._remove(key)
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
         with self._lock:
-            self._chunks.clear()
-            self._used = 0
+            doomed = [
+                key
+                for key, (_, owner) in self._chunks.items()
+                if namespace in (None, key.namespace) and tenant in (None, owner)
+            ]
+            for key in doomed:
+                self._remove(key)
+        return len(doomed)
+
+    def keys(self) -> Iterator[ChunkKey]:
+        with self._lock:
+            return iter(list(self._chunks))
+
+    def flush(self) -> bool:
+        """False: nothing here survives the process."""
+        return False
+
+    def close(self) -> None:
+        self.clear()
 
     def check_integrity(self) -> None:
         """Raise CorruptChunk unless the byte count balances, the bound holds and each chunk is its key's own."""
         with self._lock:
-            chunks = list(self._chunks.items())
+            chunks = [(key, chunk) for key, (chunk, _) in self._chunks.items()]
             used = self._used
         held = sum(len(chunk) for _, chunk in chunks)
         if held != used:
@@ -114,16 +153,17 @@ class MemoryTier:
             codec.decode(chunk, key)
 
     def _remove(self, key: ChunkKey) -> bool:
-        chunk = self._chunks.pop(key, None)
+        chunk, _ = self._chunks.pop(key, (None, ""))
         if chunk is None:
             return False
         self._used -= len(chunk)
         return True
 
-    def _quarantine(self, key: ChunkKey, chunk: bytearray) -> None:
+    def _refuse(self, key: ChunkKey, chunk: bytearray, error: KVStoreError) -> None:
         """Drop a bad chunk unless a writer put a good one in its place meanwhile."""
+        self.quarantine.add(key, "memory", error)
         with self._lock:
             self._stats.corrupt += 1
             self._stats.misses += 1
-            if self._chunks.get(key) is chunk:
+            if self._chunks.get(key, (None,))[0] is chunk:
                 self._remove(key)

@@ -149,3 +149,12 @@ def test_another_version_is_told_apart_from_corruption():
 def test_arbitrary_bytes_are_not_a_chunk():
     with pytest.raises(CorruptChunk, match="not a chunk"):
         codec.decode(bytes(200), KEY)
+
+
+@given(KEYS, PAYLOADS)
+def test_a_header_beside_its_payload_is_checked_like_a_chunk(key: ChunkKey, payload: bytes):
+    header = codec.encode_header(key, payload)
+    assert header + payload == codec.encode(key, payload)
+    codec.check(header, payload, key)
+    with pytest.raises(CorruptChunk):
+        codec.check(header, payload + b"x", key)

@@ -23,7 +23,7 @@ def key(number: int) -> ChunkKey:
 
 def stored(tier: MemoryTier, number: int) -> bytearray:
     """The tier's own buffer, to damage it as a stray write would."""
-    return tier._chunks[key(number)]
+    return tier._chunks[key(number)][0]
 
 
 class TierAgainstModel(RuleBasedStateMachine):

@@ -123,7 +123,7 @@ def test_a_corrupt_chunk_is_recomputed(tiny, new_loop, prompts, expected):
 
     def corrupting_put(key, payload):
         kept = put(key, payload)
-        tier._chunks[key][-1] ^= 1
+        tier._chunks[key][0][-1] ^= 1
         return kept
 
     tier.put = corrupting_put
