@@ -19,6 +19,7 @@ PURE = (
     "operator/paceline_operator/workqueue.py",
     "operator/paceline_router/policy.py",
     "engine/paceline_engine/core",
+    "kvstore/paceline_kvstore/policy",
 )
 CLOCKS_AND_DICE = {"time", "random", "secrets", "uuid", "datetime"}
 IMPURE_CALLS = re.compile(r"\b(datetime\.now|datetime\.utcnow|time\.time|time\.monotonic|time\.sleep|uuid4)\(")

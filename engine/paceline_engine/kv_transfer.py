@@ -14,7 +14,6 @@ import torch
 from paceline_api.identity import block_hash
 from paceline_engine.core.request import Request
 from paceline_engine.paged_kv import PagedKV
-from paceline_kvstore.codec import encoded_size
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.tiers.base import Tier
 
@@ -37,12 +36,10 @@ class KVTransfer:
         """Put the computed tokens' KV into the tier, first chunk first, as far as the tier holds it."""
         keys: list[ChunkKey] = []
         num_saved = 0
-        num_bytes = 0
         for key in self._chunk_keys(request):
             payload = self._read(request, num_saved, key.num_tokens)
-            num_bytes += encoded_size(payload.nbytes)
-            # Beyond its capacity the tier would evict this sequence's own head, without which its tail is no use.
-            if num_bytes > self.tier.capacity or not self.tier.put(key, payload.data):
+            # A tier that has no room but this sequence's own head refuses: the tail is no use without it.
+            if not self.tier.put(key, payload.data, parent=keys[-1] if keys else None):
                 break
             keys.append(key)
             num_saved += key.num_tokens

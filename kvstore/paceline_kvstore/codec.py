@@ -43,7 +43,7 @@ def encoded_size(payload_bytes: int) -> int:
 
 def encode(key: ChunkKey, payload: Buffer) -> bytearray:
     """Header and payload in one new buffer."""
-    source = _as_bytes(payload)
+    source = as_bytes(payload)
     target = bytearray(encoded_size(len(source)))
     encode_into(target, key, source)
     return target
@@ -51,8 +51,8 @@ def encode(key: ChunkKey, payload: Buffer) -> bytearray:
 
 def encode_into(target: bytearray | memoryview, key: ChunkKey, payload: Buffer) -> int:
     """Write header and payload to the front of `target`; the bytes written. ValueError if it is too small."""
-    source = _as_bytes(payload)
-    view = _as_bytes(target)
+    source = as_bytes(payload)
+    view = as_bytes(target)
     size = encoded_size(len(source))
     if len(view) < size:
         raise ValueError(f"the chunk needs {size} bytes, the buffer has {len(view)}")
@@ -63,7 +63,7 @@ def encode_into(target: bytearray | memoryview, key: ChunkKey, payload: Buffer) 
 
 def encode_header(key: ChunkKey, payload: Buffer) -> bytes:
     """The header alone, HEADER_BYTES long, for a payload that stays in a buffer of its own."""
-    source = _as_bytes(payload)
+    source = as_bytes(payload)
     fields = _PREFIX.pack(MAGIC, VERSION, HEADER_BYTES, 0, len(source)) + key.to_bytes() + _PADDING
     return fields + _checksum(fields, source)
 
@@ -73,7 +73,7 @@ def decode(buffer: Buffer, key: ChunkKey) -> memoryview:
 
     Raises CorruptChunk, UnsupportedVersion, or ForeignChunk for an intact chunk of another key.
     """
-    view = _as_bytes(buffer)
+    view = as_bytes(buffer)
     payload = view[HEADER_BYTES:].toreadonly()
     check(view[:HEADER_BYTES], payload, key)
     return payload
@@ -81,18 +81,19 @@ def decode(buffer: Buffer, key: ChunkKey) -> memoryview:
 
 def check(header: Buffer, payload: Buffer, key: ChunkKey) -> None:
     """`decode` for a header and a payload in two buffers, same errors."""
-    found = _verified_key(_as_bytes(header), _as_bytes(payload))
+    found = _verified_key(as_bytes(header), as_bytes(payload))
     if found != key:
         raise ForeignChunk(f"the chunk is {found}, asked for was {key}")
 
 
 def read_key(buffer: Buffer) -> ChunkKey:
     """The key of a chunk whose key is not known yet, as in a scan. Raises CorruptChunk or UnsupportedVersion."""
-    view = _as_bytes(buffer)
+    view = as_bytes(buffer)
     return _verified_key(view[:HEADER_BYTES], view[HEADER_BYTES:])
 
 
-def _as_bytes(buffer: Buffer) -> memoryview:
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The buffer as flat bytes, no copy. ValueError if it is strided."""
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError("the buffer is not contiguous: copy it first")

@@ -1,37 +1,70 @@
-"""The memory tier: chunks in this process, bounded in bytes, least recently used out first."""
+"""The memory tier: chunks in one fixed arena of this process, handed out without a copy."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import sys
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock
+
+import numpy as np
 
 from paceline_kvstore import codec
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.errors import CorruptChunk, KVStoreError
 from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.policy.eviction import Eviction, S3Fifo
 from paceline_kvstore.quarantine import Quarantine
+from paceline_kvstore.tiers.arena import Allocator, Arena, Bytes, map_memory, pages
 from paceline_kvstore.tiers.base import Lease, TierStats
+
+UNSHARED = 2
+"""What `sys.getrefcount(chunk.payload)` says while only the tier holds it: its own reference and the argument."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A chunk held. Every view that was handed out keeps `payload` alive; its end gives the extent back."""
+
+    header: bytes
+    payload: Bytes
+    tenant: str
+
+
+class _Ending(weakref.ref[Bytes]):
+    """Appended to the tier's list when the last view of an extent is gone."""
+
+    __slots__ = ("start",)
+    start: int
 
 
 class MemoryTier:
-    """Chunks in process memory.
+    """Chunks in process memory: payloads on pages of the arena, headers beside them.
 
-    The bound covers headers and payloads exactly, not Python's few hundred bytes per entry. A view that `get` gave out
-    keeps its chunk's memory alive after eviction: whoever holds one holds that many bytes beyond the bound.
+    `capacity` bounds the payloads' pages, also of chunks that are gone while somebody still reads them; Python's
+    bookkeeping (about 1 KiB a chunk) comes on top. The checksum is made when a chunk comes in, and `get` checks it;
+    `lease` and `read_into` trust this process's memory. `allocate` makes the arena's memory: pinned, where a device
+    reads it. `eviction` decides what goes; S3-FIFO by default.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(
+        self, capacity_bytes: int, allocate: Allocator = map_memory, eviction: Eviction[ChunkKey] | None = None
+    ) -> None:
         if capacity_bytes < 0:
             raise ValueError(f"capacity must not be negative, it is {capacity_bytes} bytes")
-        self._capacity = capacity_bytes
-        self._used = 0
-        self._stats = TierStats()
         self.quarantine = Quarantine()
+        self._capacity = capacity_bytes
+        self._arena = Arena(capacity_bytes, allocate)
+        self._eviction: Eviction[ChunkKey] = S3Fifo() if eviction is None else eviction
+        self._stats = TierStats()
         self._lock = Lock()
-        # Least recently used first. A stored buffer is never written to again, so readers need no lock to verify it.
-        self._chunks: OrderedDict[ChunkKey, tuple[bytearray, str]] = OrderedDict()
+        self._chunks: dict[ChunkKey, _Chunk] = {}
+        # Extents whose last view is gone. A view may end anywhere, also in a thread that holds the lock, so its end
+        # only appends here (atomic); `_reclaim` does the rest.
+        self._ended: deque[weakref.ref[Bytes]] = deque()
+        self._endings: dict[int, _Ending] = {}
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -39,13 +72,28 @@ class MemoryTier:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks
 
+    @staticmethod
+    def footprint(payload_bytes: int) -> int:
+        """Bytes of the capacity that a payload takes: whole pages."""
+        return pages(payload_bytes)
+
     @property
     def bytes_used(self) -> int:
-        return self._used
+        with self._lock:
+            self._reclaim()
+            return self._arena.bytes_used
 
     @property
     def capacity(self) -> int:
         return self._capacity
+
+    @property
+    def num_leased(self) -> int:
+        """Chunks that somebody outside the tier can still read, dropped ones included."""
+        with self._lock:
+            self._reclaim()
+            busy = sum(sys.getrefcount(chunk.payload) > UNSHARED for chunk in self._chunks.values())
+            return busy + len(self._endings) - len(self._chunks)
 
     @property
     def stats(self) -> TierStats:
@@ -62,52 +110,60 @@ class MemoryTier:
         tenant: str = "",
         durable: bool = False,
     ) -> bool:
-        """Keep a copy, evicting as needed; False if the chunk is larger than the whole tier, or must be durable."""
-        if durable or codec.encoded_size(memoryview(payload).nbytes) > self._capacity:
-            with self._lock:
-                self._stats.refused += 1
-            return False
-        chunk = codec.encode(key, payload)
+        """Keep a copy, evicting as needed.
+
+        False if nothing more can go (the rest is leased, or comes before this chunk in its chain), if the chunk is
+        larger than the tier, or must be durable.
+        """
+        source = np.frombuffer(codec.as_bytes(payload), dtype=np.uint8)
         with self._lock:
-            self._remove(key)
-            while self._used + len(chunk) > self._capacity:
-                _, (evicted, _) = self._chunks.popitem(last=False)
-                self._used -= len(evicted)
-                self._stats.evictions += 1
-            self._chunks[key] = chunk, tenant
-            self._used += len(chunk)
-            self._stats.puts += 1
+            if key in self._chunks and not durable:
+                self._eviction.touch(key)
+                return True
+            start = None if durable else self._take(len(source), parent)
+            if start is None:
+                self._stats.refused += 1
+                return False
+        target = self._arena.memory[start : start + len(source)]
+        # Outside the lock: leases must not wait for a copy. The extent is nobody else's until it is published.
+        np.copyto(target, source)
+        header = codec.encode_header(key, source.data)
+        ending = _Ending(target, self._ended.append)
+        ending.start = start
+        with self._lock:
+            self._endings[start] = ending
+            if key not in self._chunks:
+                self._chunks[key] = _Chunk(header, target, tenant)
+                self._eviction.add(key, pages(len(source)), parent)
+                self._stats.puts += 1
         return True
 
     def get(self, key: ChunkKey) -> memoryview | None:
-        with self._lock:
-            chunk, _ = self._chunks.get(key, (None, ""))
-            if chunk is None:
-                self._stats.misses += 1
-                return None
-            self._chunks.move_to_end(key)
+        """The payload in place, after its checksum was compared. The view keeps the memory after eviction."""
+        chunk = self._find(key)
+        if chunk is None:
+            return None
         try:
-            payload = codec.decode(chunk, key)
+            codec.check(chunk.header, chunk.payload.data, key)
         except KVStoreError as error:
             self._refuse(key, chunk, error)
             return None
-        with self._lock:
-            self._stats.hits += 1
-        return payload
+        return chunk.payload.data.toreadonly()
 
     def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
-        payload = self.get(key)
-        if payload is None:
+        chunk = self._find(key)
+        if chunk is None:
             return None
-        view = memoryview(target).cast("B")
-        if len(view) < len(payload):
-            raise ValueError(f"the payload has {len(payload)} bytes, the buffer {len(view)}")
-        view[: len(payload)] = payload
-        return len(payload)
+        view = np.frombuffer(codec.as_bytes(target), dtype=np.uint8)
+        size = len(chunk.payload)
+        if len(view) < size:
+            raise ValueError(f"the payload has {size} bytes, the buffer {len(view)}")
+        np.copyto(view[:size], chunk.payload)
+        return size
 
     def lease(self, key: ChunkKey) -> Lease | None:
-        payload = self.get(key)
-        return None if payload is None else Lease(payload)
+        chunk = self._find(key)
+        return None if chunk is None else Lease(chunk.payload.data.toreadonly())
 
     def contains(self, keys: Sequence[ChunkKey]) -> int:
         with self._lock:
@@ -121,8 +177,8 @@ class MemoryTier:
         with self._lock:
             doomed = [
                 key
-                for key, (_, owner) in self._chunks.items()
-                if namespace in (None, key.namespace) and tenant in (None, owner)
+                for key, chunk in self._chunks.items()
+                if namespace in (None, key.namespace) and tenant in (None, chunk.tenant)
             ]
             for key in doomed:
                 self._remove(key)
@@ -140,30 +196,71 @@ class MemoryTier:
         self.clear()
 
     def check_integrity(self) -> None:
-        """Raise CorruptChunk unless the byte count balances, the bound holds and each chunk is its key's own."""
+        """Raise CorruptChunk unless extents add up, the bound holds and each chunk is its key's own."""
         with self._lock:
-            chunks = [(key, chunk) for key, (chunk, _) in self._chunks.items()]
-            used = self._used
-        held = sum(len(chunk) for _, chunk in chunks)
-        if held != used:
-            raise CorruptChunk(f"the tier counts {used} bytes and holds {held}")
-        if not 0 <= used <= self._capacity:
-            raise CorruptChunk(f"the tier holds {used} bytes, its capacity is {self._capacity}")
+            self._reclaim()
+            chunks = list(self._chunks.items())
+            try:
+                self._arena.check_integrity()
+            except ValueError as error:
+                raise CorruptChunk(str(error)) from None
+            if not len(self._eviction) == len(chunks) <= len(self._endings):
+                raise CorruptChunk(
+                    f"{len(chunks)} chunks, {len(self._eviction)} of them can be evicted, {len(self._endings)} extents"
+                )
+            if self._arena.bytes_used > self._capacity:
+                raise CorruptChunk(f"the tier holds {self._arena.bytes_used} bytes, its capacity is {self._capacity}")
         for key, chunk in chunks:
-            codec.decode(chunk, key)
+            codec.check(chunk.header, chunk.payload.data, key)
+
+    def _find(self, key: ChunkKey) -> _Chunk | None:
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                self._stats.misses += 1
+                return None
+            self._stats.hits += 1
+            self._eviction.touch(key)
+            return chunk
+
+    def _take(self, num_bytes: int, parent: ChunkKey | None) -> int | None:
+        """An extent for a new chunk; evicts until one is long enough."""
+        if pages(num_bytes) > self._arena.size:
+            return None
+        self._reclaim()
+        while (start := self._arena.take(num_bytes)) is None:
+            key = self._eviction.evict(self._is_leased, parent)
+            if key is None:
+                return None
+            del self._chunks[key]
+            self._stats.evictions += 1
+            self._reclaim()
+        return start
+
+    def _is_leased(self, key: ChunkKey) -> bool:
+        # Evicting such a chunk would lose it and free nothing.
+        return sys.getrefcount(self._chunks[key].payload) > UNSHARED
 
     def _remove(self, key: ChunkKey) -> bool:
-        chunk, _ = self._chunks.pop(key, (None, ""))
-        if chunk is None:
+        if self._chunks.pop(key, None) is None:
             return False
-        self._used -= len(chunk)
+        self._eviction.remove(key)
         return True
 
-    def _refuse(self, key: ChunkKey, chunk: bytearray, error: KVStoreError) -> None:
+    def _reclaim(self) -> None:
+        """Free the extents that nobody can read any more. Needs the lock."""
+        while self._ended:
+            ending = self._ended.popleft()
+            assert isinstance(ending, _Ending)
+            del self._endings[ending.start]
+            self._arena.give_back(ending.start)
+
+    def _refuse(self, key: ChunkKey, chunk: _Chunk, error: KVStoreError) -> None:
         """Drop a bad chunk unless a writer put a good one in its place meanwhile."""
         self.quarantine.add(key, "memory", error)
         with self._lock:
-            self._stats.corrupt += 1
+            self._stats.hits -= 1
             self._stats.misses += 1
-            if self._chunks.get(key, (None,))[0] is chunk:
+            self._stats.corrupt += 1
+            if self._chunks.get(key) is chunk:
                 self._remove(key)

@@ -104,8 +104,8 @@ def test_a_tier_that_forgets_costs_time_not_correctness(tiny, new_loop, prompts,
     rng = random.Random(5)
     put = tier.put
 
-    def forgetful_put(key, payload):
-        kept = put(key, payload)
+    def forgetful_put(key, payload, **attributes):
+        kept = put(key, payload, **attributes)
         if rng.random() < 0.3:
             tier.delete(key)
         return kept
@@ -121,9 +121,9 @@ def test_a_corrupt_chunk_is_recomputed(tiny, new_loop, prompts, expected):
     tier = MemoryTier(64 << 20)
     put = tier.put
 
-    def corrupting_put(key, payload):
-        kept = put(key, payload)
-        tier._chunks[key][0][-1] ^= 1
+    def corrupting_put(key, payload, **attributes):
+        kept = put(key, payload, **attributes)
+        tier._chunks[key].payload[-1] ^= 1
         return kept
 
     tier.put = corrupting_put
@@ -135,7 +135,7 @@ def test_a_corrupt_chunk_is_recomputed(tiny, new_loop, prompts, expected):
 
 def test_a_tier_smaller_than_a_sequence_keeps_its_head(tiny, new_loop, prompts, expected):
     one_token = 2 * tiny.config.num_layers * tiny.config.num_kv_heads * tiny.config.head_dim * 4
-    tier = MemoryTier(2 * (8 * one_token + 128))
+    tier = MemoryTier(2 * MemoryTier.footprint(8 * one_token))
     loop = tiny_pool(new_loop, tiny, tier)
     assert run(loop, prompts) == expected
     assert loop.scheduler.kv.num_restored_sequences > 0
