@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -33,13 +31,6 @@ class _Chunk:
     tenant: str
 
 
-class _Ending(weakref.ref[Bytes]):
-    """Appended to the tier's list when the last view of an extent is gone."""
-
-    __slots__ = ("start",)
-    start: int
-
-
 class MemoryTier:
     """Chunks in process memory: payloads on pages of the arena, headers beside them.
 
@@ -61,10 +52,6 @@ class MemoryTier:
         self._stats = TierStats()
         self._lock = Lock()
         self._chunks: dict[ChunkKey, _Chunk] = {}
-        # Extents whose last view is gone. A view may end anywhere, also in a thread that holds the lock, so its end
-        # only appends here (atomic); `_reclaim` does the rest.
-        self._ended: deque[weakref.ref[Bytes]] = deque()
-        self._endings: dict[int, _Ending] = {}
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -79,9 +66,7 @@ class MemoryTier:
 
     @property
     def bytes_used(self) -> int:
-        with self._lock:
-            self._reclaim()
-            return self._arena.bytes_used
+        return self._arena.bytes_used
 
     @property
     def capacity(self) -> int:
@@ -91,9 +76,8 @@ class MemoryTier:
     def num_leased(self) -> int:
         """Chunks that somebody outside the tier can still read, dropped ones included."""
         with self._lock:
-            self._reclaim()
             busy = sum(sys.getrefcount(chunk.payload) > UNSHARED for chunk in self._chunks.values())
-            return busy + len(self._endings) - len(self._chunks)
+            return busy + self._arena.num_taken - len(self._chunks)
 
     @property
     def stats(self) -> TierStats:
@@ -120,18 +104,14 @@ class MemoryTier:
             if key in self._chunks and not durable:
                 self._eviction.touch(key)
                 return True
-            start = None if durable else self._take(len(source), parent)
-            if start is None:
+            target = None if durable else self._take(len(source), parent)
+            if target is None:
                 self._stats.refused += 1
                 return False
-        target = self._arena.memory[start : start + len(source)]
         # Outside the lock: leases must not wait for a copy. The extent is nobody else's until it is published.
         np.copyto(target, source)
         header = codec.encode_header(key, source.data)
-        ending = _Ending(target, self._ended.append)
-        ending.start = start
         with self._lock:
-            self._endings[start] = ending
             if key not in self._chunks:
                 self._chunks[key] = _Chunk(header, target, tenant)
                 self._eviction.add(key, pages(len(source)), parent)
@@ -198,15 +178,14 @@ class MemoryTier:
     def check_integrity(self) -> None:
         """Raise CorruptChunk unless extents add up, the bound holds and each chunk is its key's own."""
         with self._lock:
-            self._reclaim()
             chunks = list(self._chunks.items())
             try:
                 self._arena.check_integrity()
             except ValueError as error:
                 raise CorruptChunk(str(error)) from None
-            if not len(self._eviction) == len(chunks) <= len(self._endings):
+            if not len(self._eviction) == len(chunks) <= self._arena.num_taken:
                 raise CorruptChunk(
-                    f"{len(chunks)} chunks, {len(self._eviction)} of them can be evicted, {len(self._endings)} extents"
+                    f"{len(chunks)} chunks, {len(self._eviction)} can be evicted, {self._arena.num_taken} extents"
                 )
             if self._arena.bytes_used > self._capacity:
                 raise CorruptChunk(f"the tier holds {self._arena.bytes_used} bytes, its capacity is {self._capacity}")
@@ -223,19 +202,17 @@ class MemoryTier:
             self._eviction.touch(key)
             return chunk
 
-    def _take(self, num_bytes: int, parent: ChunkKey | None) -> int | None:
-        """An extent for a new chunk; evicts until one is long enough."""
+    def _take(self, num_bytes: int, parent: ChunkKey | None) -> Bytes | None:
+        """Memory for a new chunk; evicts until there is an extent that is long enough."""
         if pages(num_bytes) > self._arena.size:
             return None
-        self._reclaim()
-        while (start := self._arena.take(num_bytes)) is None:
+        while (extent := self._arena.take(num_bytes)) is None:
             key = self._eviction.evict(self._is_leased, parent)
             if key is None:
                 return None
             del self._chunks[key]
             self._stats.evictions += 1
-            self._reclaim()
-        return start
+        return extent
 
     def _is_leased(self, key: ChunkKey) -> bool:
         # Evicting such a chunk would lose it and free nothing.
@@ -246,14 +223,6 @@ class MemoryTier:
             return False
         self._eviction.remove(key)
         return True
-
-    def _reclaim(self) -> None:
-        """Free the extents that nobody can read any more. Needs the lock."""
-        while self._ended:
-            ending = self._ended.popleft()
-            assert isinstance(ending, _Ending)
-            del self._endings[ending.start]
-            self._arena.give_back(ending.start)
 
     def _refuse(self, key: ChunkKey, chunk: _Chunk, error: KVStoreError) -> None:
         """Drop a bad chunk unless a writer put a good one in its place meanwhile."""

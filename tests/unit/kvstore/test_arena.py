@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_kvstore.tiers.arena import PAGE, Arena, pages
+from paceline_kvstore.tiers.arena import PAGE, Arena, Extents, pages
 
 SIZES = st.integers(0, 20 * PAGE)
 
 
 @given(st.lists(st.tuples(st.booleans(), SIZES), max_size=60))
 def test_extents_tile_the_arena(steps: list[tuple[bool, int]]):
-    arena = Arena(64 * PAGE, bytearray)
+    arena = Extents(64 * PAGE)
     taken: list[int] = []
     for give, size in steps:
         if give and taken:
@@ -30,7 +30,7 @@ def test_extents_tile_the_arena(steps: list[tuple[bool, int]]):
 
 
 def test_a_free_extent_of_the_right_size_is_always_found():
-    arena = Arena(10 * PAGE, bytearray)
+    arena = Extents(10 * PAGE)
     starts = [arena.take(PAGE) for _ in range(10)]
     assert arena.take(1) is None
     assert starts[4] is not None and starts[5] is not None
@@ -41,7 +41,7 @@ def test_a_free_extent_of_the_right_size_is_always_found():
 
 
 def test_an_extent_is_not_given_back_twice():
-    arena = Arena(2 * PAGE, bytearray)
+    arena = Extents(2 * PAGE)
     start = arena.take(1)
     assert start is not None
     arena.give_back(start)
@@ -52,3 +52,25 @@ def test_an_extent_is_not_given_back_twice():
 @pytest.mark.parametrize(("size", "whole"), [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])
 def test_whole_pages(size: int, whole: int):
     assert pages(size) == whole
+
+
+def test_an_extent_returns_with_the_last_view_of_it():
+    arena = Arena(2 * PAGE)
+    extent = arena.take(PAGE + 1)
+    assert extent is not None
+    assert arena.take(PAGE + 1) is None
+    view = memoryview(extent.data)[10:20]
+    del extent
+    assert arena.num_taken == 1
+    del view
+    assert arena.bytes_used == arena.num_taken == 0
+    assert arena.take(2 * PAGE) is not None
+    arena.check_integrity()
+
+
+def test_extents_begin_on_pages():
+    arena = Arena(8 * PAGE)
+    extents = [arena.take(1), arena.take(PAGE + 1), arena.take(5)]
+    for extent in extents:
+        assert extent is not None
+        assert extent.ctypes.data % PAGE == 0
