@@ -45,10 +45,23 @@ class WeightFiles:
         return (self._read(name, (size,)).float() + offset).to(self._dtype)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle(name).get_tensor(name)
+        _check_shape(name, tuple(tensor.shape), shape)
+        return tensor
+
+    def _read_part(self, name: str, shape: tuple[int, ...], dimension: int, begin: int, end: int) -> torch.Tensor:
+        """Places [begin, end) in dimension 0 or 1 of the tensor `name`, which must have `shape`; reads no other."""
+        stored = self._handle(name).get_slice(name)
+        _check_shape(name, tuple(stored.get_shape()), shape)
+        return stored[begin:end] if dimension == 0 else stored[:, begin:end]
+
+    def _handle(self, name: str) -> Any:
         handle = self._file_of.get(name)
         if handle is None:
             raise WeightsError(f"the checkpoint has no tensor {name!r}")
-        tensor: torch.Tensor = handle.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise WeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration implies {shape}")
-        return tensor
+        return handle
+
+
+def _check_shape(name: str, shape: tuple[int, ...], implied: tuple[int, ...]) -> None:
+    if shape != implied:
+        raise WeightsError(f"tensor {name!r} has shape {shape}, the configuration implies {implied}")

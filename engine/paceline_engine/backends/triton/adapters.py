@@ -20,19 +20,29 @@ LayerStacks = Mapping[str, StackedAdapters]
 
 
 class DeviceAdapters(NamedAdapters):
-    """Adapters by name, and their stacks."""
+    """Adapters by name, and their stacks. spread: the model is, over several devices, and then it has none."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, max_adapters: int, max_rank: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_adapters: int,
+        max_rank: int,
+        spread: bool = False,
     ) -> None:
         super().__init__(config, dtype, max_adapters=max_adapters, max_rank=max_rank)
         self._device = device
+        self._spread = spread
         self._sizes = {name: size[0] for name, size in projection_sizes(config).items()}
         self._order: dict[str, int] = {}
         self._stacks: tuple[LayerStacks, ...] = ()
 
     def load(self, name: str, path: Path) -> str:
         """As in `NamedAdapters`, and to the device."""
+        if self._spread:
+            raise LoraError("LoRA adapters with tensor parallelism are not built: use --tensor-parallel-size 1")
         before = dict(self._adapters)
         digest = super().load(name, path)
         try:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from paceline_engine.backends.triton.adapters import DeviceAdapters, LayerStacks
 from paceline_engine.backends.triton.batch import DeviceBatch
+from paceline_engine.backends.triton.parallel import TensorParallel
+from paceline_engine.backends.triton.sharding import RankWeights, check_size
 from paceline_engine.backends.triton.weights import DeviceLayer, Linear, load_weights
 from paceline_engine.kernels.attention import paged_attention
 from paceline_engine.kernels.gated_mlp import gated_activation
@@ -34,7 +36,8 @@ _NO_STACKS: LayerStacks = {}
 class TritonDecoder:
     """Weights and adapters on the device, and the forward pass over paged KV there.
 
-    quantization: of the matrices, "none", "int8" or "int4". KV may have 8 bits, whatever the weights have.
+    quantization: of the matrices, "none", "int8" or "int4". KV may have 8 bits, whatever the weights have. parallel:
+    the ranks that the model is spread over; each makes the same calls, with the same batches and KV of its own heads.
     """
 
     def __init__(
@@ -46,14 +49,22 @@ class TritonDecoder:
         max_model_len: int,
         dtype: torch.dtype,
         quantization: str = "none",
+        parallel: TensorParallel | None = None,
         max_adapters: int = 8,
         max_rank: int = 64,
     ) -> None:
         self.config = config
-        self.adapters = DeviceAdapters(config, dtype, device, max_adapters=max_adapters, max_rank=max_rank)
-        weights = load_weights(
-            config, partial(WeightFiles, weight_files), device=device, dtype=dtype, quantization=quantization
+        self.adapters = DeviceAdapters(
+            config, dtype, device, max_adapters=max_adapters, max_rank=max_rank, spread=parallel is not None
         )
+        self._parallel = parallel
+        part, open_weights, self._first_token = config, partial(WeightFiles, weight_files), 0
+        if parallel is not None:
+            check_size(config, parallel.size, quantization)
+            shard = parallel.shard(config)
+            part, open_weights = shard.part(), partial(RankWeights, weight_files, shard=shard)
+            self._first_token = shard.first_token
+        weights = load_weights(part, open_weights, device=device, dtype=dtype, quantization=quantization)
         self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
         self._layers = weights.layers
         self._attention = config.attention_layers()
@@ -84,9 +95,7 @@ class TritonDecoder:
         tensors on the device.
         """
         eps = self.config.rms_norm_eps
-        hidden = F.embedding(batch.token_ids, self._embedding)
-        if self.config.embedding_scale != 1.0:
-            hidden *= self._embedding_scale
+        hidden = self._embed(batch.token_ids)
         # What the layer before adds to the hidden states is added when they are normed.
         output = None
         for index, layer in enumerate(self._layers):
@@ -96,15 +105,22 @@ class TritonDecoder:
                 normed = rms_norm(output, layer.input_norm, eps, residual=hidden, out=output)
             stacks = _NO_STACKS if adapters is None else self.adapters.of_layer(index)
             attended = self._attend(index, normed, batch, kv, stacks, adapters)
-            output = _project(layer.output, attended, stacks.get("output"), adapters)
+            output = self._summed(_project(layer.output, attended, stacks.get("output"), adapters))
             output = self._normed(output, layer.attention_out_norm)
             normed = rms_norm(output, layer.post_norm, eps, residual=hidden, out=output)
-            output = self._mlp(layer, normed, stacks, adapters)
+            output = self._summed(self._mlp(layer, normed, stacks, adapters))
             output = self._normed(output, layer.mlp_out_norm)
         assert output is not None
         if states is not None:
             states.out.copy_(self._last(hidden, output, states.rows))
         return self._logits(self._last(hidden, output, batch.logits_rows))
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._parallel is None:
+            hidden = F.embedding(token_ids, self._embedding)
+        else:
+            hidden = self._parallel.embed(token_ids, self._embedding, self._first_token)
+        return hidden if self.config.embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     def _attend(
         self,
@@ -151,6 +167,10 @@ class TritonDecoder:
         activated = gated_activation(gate_up, self.config.hidden_act)
         return _project(layer.down, activated, stacks.get("down"), adapters)
 
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the ranks, each of which has its part of the sum."""
+        return x if self._parallel is None else self._parallel.all_reduce(x)
+
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps, out=x)
 
@@ -160,7 +180,10 @@ class TritonDecoder:
         return rms_norm(output.index_select(0, rows), self._norm, self.config.rms_norm_eps, residual=residual)
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
-        logits = self._head(last).float()
+        logits = self._head(last)
+        if self._parallel is not None:
+            logits = self._parallel.all_gather(logits)[:, : self.config.vocab_size]
+        logits = logits.float().contiguous()
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -117,6 +117,7 @@ class Member:
 
 # One step: (sequence, number of tokens) of each share, in the batch's order.
 Shares = Sequence[tuple[int, int]]
+# A chunk, a prefill beside another chunk, a decode beside a prefill, guesses to verify beside decodes.
 SCHEDULE: tuple[Shares, ...] = (
     ((0, 8),),
     ((1, 7), (0, 5)),
@@ -187,9 +188,11 @@ class Sequences:
             if len(member.tokens) == member.num_computed:
                 member.tokens.append(int(member.logits[member.num_computed - 1].argmax()))
 
-    def run(self, forward: Callable[[DeviceBatch], torch.Tensor], **options: Any) -> Sequences:
-        """All steps of SCHEDULE: a chunk, prefills beside another chunk, decodes, and guesses to verify."""
-        for shares in SCHEDULE:
+    def run(
+        self, forward: Callable[[DeviceBatch], torch.Tensor], schedule: Sequence[Shares] = SCHEDULE, **options: Any
+    ) -> Sequences:
+        """All steps of a schedule."""
+        for shares in schedule:
             self.step(forward, shares, **options)
         return self
 
