@@ -23,6 +23,7 @@ from types import FrameType
 import msgspec
 import zmq
 
+from paceline_engine.backends.base import UsesGpus
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.step_log import RecordingStore, StepLog
 from paceline_engine.core_commands import Commands, FollowsConstraints, handle_grammar
@@ -266,6 +267,7 @@ def _ready(core: Core, load_seconds: float) -> CoreReady:
         namespace_digest=core.namespace_digest,
         load_seconds=load_seconds,
         follows_constraints=isinstance(core.backend, FollowsConstraints),
+        gpus=core.backend.gpus if isinstance(core.backend, UsesGpus) else (),
     )
 
 

@@ -227,7 +227,10 @@ class StepOutputs(Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class CoreReady(Struct, frozen=True, kw_only=True, tag="ready"):
-    """The model is loaded and the KV pool allocated. follows_constraints: the device can load grammars."""
+    """The model is loaded and the KV pool allocated.
+
+    follows_constraints: the device can load grammars. gpus: CUDA's numbers of the GPUs it runs on; none if it has none.
+    """
 
     num_blocks: int
     block_size: int
@@ -235,6 +238,7 @@ class CoreReady(Struct, frozen=True, kw_only=True, tag="ready"):
     namespace_digest: str
     load_seconds: float
     follows_constraints: bool = True
+    gpus: tuple[int, ...] = ()
 
 
 class CoreFailed(Struct, frozen=True, kw_only=True, tag="failed"):

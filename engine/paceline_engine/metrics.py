@@ -90,6 +90,10 @@ class EngineMetrics:
         self._get("vllm:kv_cache_usage_perc").set(used / stats.num_blocks if stats.num_blocks else 0.0)
         self._stats = stats
 
+    def device_counters(self) -> dict[str, float]:
+        """What the core's device counts, as of the last step."""
+        return self._stats.device
+
     def _count_positions(self, stats: CoreStats) -> None:
         known = self._stats.spec_accepted_per_position
         for position, count in enumerate(stats.spec_accepted_per_position):

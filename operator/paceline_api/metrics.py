@@ -121,6 +121,55 @@ ENGINE = (
            help="From process start to ready."),
 )  # fmt: skip
 
+_GPU = ("model_name", "gpu")
+# Exposed only by an engine that runs on a GPU, and of that only what the GPU and its driver tell. gpu: the index that
+# nvidia-smi shows, INDEX:PART of a MIG device.
+ENGINE_GPU = (
+    Metric(name="paceline_engine_gpu_info", type=_G, labels=(*_GPU, "uuid", "name"),
+           help="A GPU of this engine; always 1."),
+    Metric(name="paceline_engine_gpu_up", type=_G, labels=_GPU,
+           help="1 while the GPU answers its driver; else its other gauges are missing."),
+    Metric(name="paceline_engine_gpu_busy_ratio", type=_G, unit="ratio", labels=_GPU,
+           help="Share of time in which a kernel ran, whatever part of the GPU it used (NVML)."),
+    Metric(name="paceline_engine_gpu_memory_busy_ratio", type=_G, unit="ratio", labels=_GPU,
+           help="Share of time in which device memory was read or written, however fast (NVML)."),
+    Metric(name="paceline_engine_gpu_memory_bandwidth_ratio", type=_G, unit="ratio", labels=_GPU,
+           help="Device memory traffic over its peak, since the reading before (NVML, Hopper and later)."),
+    Metric(name="paceline_engine_gpu_memory_used_bytes", type=_G, unit="bytes", labels=_GPU,
+           help="Device memory in use, by whomever."),
+    Metric(name="paceline_engine_gpu_memory_total_bytes", type=_G, unit="bytes", labels=_GPU, help="Device memory."),
+    Metric(name="paceline_engine_gpu_power_watts", type=_G, unit="watts", labels=_GPU, help="Power draw of the card."),
+    Metric(name="paceline_engine_gpu_energy_joules", type=_C, unit="joules", labels=_GPU,
+           help="Energy that the card has used since the driver was loaded."),
+    Metric(name="paceline_engine_gpu_temperature_celsius", type=_G, unit="celsius", labels=_GPU,
+           help="Temperature of the chip."),
+    Metric(name="paceline_engine_gpu_sm_clock_hertz", type=_G, unit="hertz", labels=_GPU,
+           help="Clock of the multiprocessors."),
+    Metric(name="paceline_engine_gpu_memory_clock_hertz", type=_G, unit="hertz", labels=_GPU,
+           help="Clock of the device memory."),
+    Metric(name="paceline_engine_gpu_clock_limited", type=_G, labels=(*_GPU, "reason"),
+           help="1 while clocks are held down for this reason."),
+    Metric(name="paceline_engine_gpu_ecc_errors", type=_C, labels=(*_GPU, "error"),
+           help="Memory errors that ECC found since the driver was loaded: corrected, uncorrected."),
+    Metric(name="paceline_engine_gpu_pcie_replays", type=_C, labels=_GPU, help="PCIe transfers that were repeated."),
+    Metric(name="paceline_engine_gpu_xid_errors", type=_C, labels=_GPU,
+           help="Critical errors of the card (XID) since the engine began to serve."),
+    Metric(name="paceline_engine_gpu_last_xid", type=_G, labels=_GPU,
+           help="NVIDIA's code of the last critical error; missing before the first."),
+    Metric(name="paceline_engine_gpu_sampled_steps", type=_C, labels=_MODEL,
+           help="Steps whose time on the first GPU was measured."),
+    Metric(name="paceline_engine_gpu_step_seconds", type=_C, unit="seconds", labels=_MODEL,
+           help="GPU time of the sampled steps, from first kernel to last."),
+    Metric(name="paceline_engine_gpu_sampled_gaps", type=_C, labels=_MODEL,
+           help="Gaps between a step and a sampled next one that requests waited through."),
+    Metric(name="paceline_engine_gpu_gap_seconds", type=_C, unit="seconds", labels=_MODEL,
+           help="Time in the sampled gaps, in which the GPU had no step to work on."),
+    Metric(name="paceline_engine_gpu_sampled_collectives", type=_C, labels=("model_name", "group"),
+           help="Collective operations in sampled steps, by process group."),
+    Metric(name="paceline_engine_gpu_collective_seconds", type=_C, unit="seconds", labels=("model_name", "group"),
+           help="GPU time of the sampled collective operations, waiting for other ranks included."),
+)  # fmt: skip
+
 ENGINE_COMPAT = (
     Metric(name="vllm:num_requests_running", type=_G, labels=_VLLM, help="Requests in the running batch."),
     Metric(name="vllm:num_requests_waiting", type=_G, labels=_VLLM, help="Requests waiting for blocks."),
@@ -180,5 +229,5 @@ OPERATOR = (
            help="Index entries that a real list no longer had."),
 )  # fmt: skip
 
-CATALOGUE: tuple[Metric, ...] = ENGINE + ENGINE_COMPAT + ROUTER + OPERATOR
+CATALOGUE: tuple[Metric, ...] = ENGINE + ENGINE_GPU + ENGINE_COMPAT + ROUTER + OPERATOR
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}

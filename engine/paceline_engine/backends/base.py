@@ -62,6 +62,16 @@ class LaunchesAhead(Protocol):
 
 
 @runtime_checkable
+class UsesGpus(Protocol):
+    """A device that is one GPU or more. Its `stats` may have the counters of `telemetry.step_counters`."""
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """CUDA's numbers of them."""
+        ...
+
+
+@runtime_checkable
 class CanDraft(Protocol):
     """A device that may make the guesses that `num_wanted_drafts` asks for."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -133,13 +133,14 @@ def current_load(engine: Engine) -> EngineLoad:
     )
 
 
-def build_metrics_app(registry: CollectorRegistry) -> FastAPI:
-    """The app of the metrics port."""
+def build_metrics_app(registry: CollectorRegistry, refresh: Callable[[], Awaitable[None]]) -> FastAPI:
+    """The app of the metrics port. `refresh` is awaited before each scrape."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     add_error_handlers(app)
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        await refresh()
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app

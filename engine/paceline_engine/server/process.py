@@ -102,6 +102,7 @@ class _App:
         self._begin = begin
         self._client: CoreClient | None = None
         self._compiler: Any = None
+        self._gpus: Any = None
         self._exit_code: asyncio.Future[int]
         self._drain_task: asyncio.Task[None] | None = None
         self._death_task: asyncio.Task[None] | None = None
@@ -142,12 +143,18 @@ class _App:
         from paceline_engine.server.admin import build_admin_app, build_metrics_app
         from paceline_engine.server.engine import Engine
         from paceline_engine.server.routes import build_http_app
+        from paceline_engine.telemetry.collector import GpuCollector
+        from paceline_engine.telemetry.nvml import open_gpus
+        from paceline_engine.telemetry.watch import GpuWatch
 
         disable_created_metrics()  # a second series for every counter that nobody queries
         registry = CollectorRegistry()
-        metrics = EngineMetrics(registry, self._options.served_model_name)
+        model_name = self._options.served_model_name
+        metrics = EngineMetrics(registry, model_name)
+        gpus = self._gpus = GpuWatch(open_gpus)
+        registry.register(GpuCollector(model_name, lambda: gpus.readings, metrics.device_counters))
         engine = self._engine = Engine(
-            model_name=self._options.served_model_name,
+            model_name=model_name,
             metrics=metrics,
             progress_timeout=self._options.progress_timeout,
             config_hash=self._options.config_hash,
@@ -155,7 +162,7 @@ class _App:
         apps = (
             (build_http_app(engine, self._token), self._ports.http),
             (build_admin_app(engine, self._token, self._drain), self._ports.admin),
-            (build_metrics_app(registry), self._ports.metrics),
+            (build_metrics_app(registry, gpus.refresh), self._ports.metrics),
         )
         for name, sock in (("http", self._ports.http), ("admin", self._ports.admin), ("metrics", self._ports.metrics)):
             logger.info("%s listens on %s port %d", name, *sock.getsockname()[:2])
@@ -183,6 +190,7 @@ class _App:
         ready = await client.ready
         seconds = time.monotonic() - self._begin
         engine.metrics.on_ready(ready, seconds)
+        self._gpus.start(ready.gpus)
         engine.set_serving(serving.with_core(ready))
         logger.info(
             "ready after %.1f s: %d blocks of %d tokens, at most %d tokens a request",

@@ -124,11 +124,12 @@ def test_convert_says_where_the_model_is() -> None:
     assert (Path(result.stdout.strip()) / "model.safetensors").is_file()
 
 
-def test_the_api_process_imports_neither_torch_nor_transformers() -> None:
+def test_the_api_process_imports_neither_torch_nor_transformers_nor_a_gpus_library() -> None:
     modules = (
-        "cli, core_client, tokenizer, chat_template, metrics, models.loader, models.gguf_reader, models.gguf_tokenizer"
+        "cli, core_client, tokenizer, chat_template, metrics, models.loader, models.gguf_reader, "
+        "models.gguf_tokenizer, telemetry.collector, telemetry.nvml, telemetry.watch"
     )
     code = "; ".join(f"import paceline_engine.{name.strip()}" for name in modules.split(","))
     code += "; import paceline_engine.server.process, paceline_engine.server.admin, paceline_engine.server.routes, sys"
-    code += "; sys.exit(bool({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+    code += "; sys.exit(bool({'torch', 'transformers', 'triton', 'pynvml'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
