@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_engine.sampling.noise import Float32Array
-from paceline_engine.sampling.row import RowError
+from paceline_engine.sampling.row import MaskWords, RowError
 
 if TYPE_CHECKING:
     import xgrammar
@@ -235,13 +235,26 @@ class GrammarState:
         if count > after_end:
             self._matcher.rollback(count - after_end)
 
+    def mask(self) -> MaskWords | None:
+        """[ceil(vocab / 32)] which tokens may come next, a bit each; None if the grammar isn't followed any more.
+
+        Good until the next call.
+        """
+        if self.error is not None:
+            return None
+        begin, spent = time.perf_counter(), time.thread_time()
+        words = self._fill()[0]
+        self._spend(spent)
+        self._grammars.stats.mask_build_seconds += time.perf_counter() - begin
+        return words
+
     def restrict(self, values: Float32Array) -> None:
         """Set logits [vocab] of tokens that may not come next to -inf."""
-        if self.error is not None:
+        words = self.mask()
+        if words is None:
             return
-        begin, spent = time.perf_counter(), time.thread_time()
-        np.copyto(values, -np.inf, where=self._grammars.blocked(self._fill()))
-        self._spend(spent)
+        begin = time.perf_counter()
+        np.copyto(values, -np.inf, where=self._grammars.blocked(words))
         self._grammars.stats.mask_build_seconds += time.perf_counter() - begin
 
     def _fill(self) -> npt.NDArray[np.int32]:

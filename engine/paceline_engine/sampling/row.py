@@ -20,6 +20,8 @@ from paceline_engine.sampling.noise import Float32Array, IntArray
 from paceline_engine.sampling.penalties import TokenCounts, has_penalties
 from paceline_engine.sampling.speculation import Drafts
 
+MaskWords = npt.NDArray[np.int32]
+
 # Below this the softmax is a one-hot within float32, and logits / T may overflow.
 MIN_TEMPERATURE = 1e-5
 
@@ -45,8 +47,15 @@ class Matcher(Protocol):
         """Undo the latest `count` successful pushes."""
         ...
 
+    def mask(self) -> MaskWords | None:
+        """Which tokens may come next: bit i of word w is token 32 w + i. None, with `error` set: nothing is known.
+
+        Good until the next call of any method.
+        """
+        ...
+
     def restrict(self, values: Float32Array) -> None:
-        """Set logits [vocab] of tokens that may not come next to -inf."""
+        """Set logits [vocab] of tokens that `mask` leaves out to -inf."""
         ...
 
     def forced_tokens(self, limit: int) -> list[int]:
@@ -55,7 +64,11 @@ class Matcher(Protocol):
 
 
 class Row:
-    """One running request. refusal: why it can't be sampled; it fails alone, when its next token is due."""
+    """One running request. refusal: why it can't be sampled; it fails alone, when its next token is due.
+
+    Rules' token ids are arrays of those that the model has: allowed_ids (None allows all), banned_ids (bad words of one
+    token; longer ones are bad_sequences), held_ids (not before min_tokens), bias_ids with their biases.
+    """
 
     def __init__(
         self, request: AdmittedRequest, vocab_size: int, eos_token_ids: Iterable[int], matcher: Matcher | None = None
@@ -71,24 +84,25 @@ class Row:
         self.greedy = sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1
         self.has_cuts = has_cuts(sampling)
         self.matcher = matcher
-        self._counts = self._make_counts() if has_penalties(sampling) else None
+        self.has_penalties = has_penalties(sampling)
+        self._counts: TokenCounts | None = None
         ending = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
         self.ending_ids = frozenset(ending)
         self.drafts: Drafts | None = None
-        self._ending = _ids(ending, vocab_size)
-        self._allowed = _ids(sampling.allowed_token_ids, vocab_size) if sampling.allowed_token_ids else None
-        self._bias_ids = _checked((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
-        self._bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
-        self._banned = _ids((words[0] for words in sampling.bad_words if len(words) == 1), vocab_size)
-        self._bad_sequences = tuple(
+        self.held_ids = _ids(ending, vocab_size)
+        self.allowed_ids = _ids(sampling.allowed_token_ids, vocab_size) if sampling.allowed_token_ids else None
+        self.bias_ids = _checked((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
+        self.biases = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
+        self.banned_ids = _ids((words[0] for words in sampling.bad_words if len(words) == 1), vocab_size)
+        self.bad_sequences = tuple(
             words for words in sampling.bad_words if len(words) > 1 and len(_ids(words, vocab_size)) == len(set(words))
         )
-        if self._allowed is not None and len(self._allowed) == 0:
+        if self.allowed_ids is not None and len(self.allowed_ids) == 0:
             raise RowError(f"allowed_token_ids are all beyond the model's vocabulary of {vocab_size}")
         self.has_rules = bool(
             matcher is not None
-            or self._counts is not None
-            or self._allowed is not None
+            or self.has_penalties
+            or self.allowed_ids is not None
             or sampling.logit_bias
             or sampling.bad_words
             or sampling.min_tokens > 0
@@ -147,27 +161,29 @@ class Row:
 
     def restrict(self, values: Float32Array) -> None:
         """Apply every rule to logits [vocab] in place, for the position after the row's tokens; in vLLM's order."""
-        if self._allowed is not None:
-            kept = values[self._allowed]
+        if self.allowed_ids is not None:
+            kept = values[self.allowed_ids]
             values.fill(-np.inf)
-            values[self._allowed] = kept
+            values[self.allowed_ids] = kept
         if self.sampling.bad_words:
-            values[self._banned] = -np.inf
-            self._restrict_bad_sequences(values)
+            values[self.banned_ids] = -np.inf
+            values[self.sequence_bans()] = -np.inf
         if self.num_output_tokens < self.sampling.min_tokens:
-            values[self._ending] = -np.inf
-        values[self._bias_ids] += self._bias
-        if self._counts is not None:
+            values[self.held_ids] = -np.inf
+        values[self.bias_ids] += self.biases
+        if self.has_penalties:
+            # Made here, not with the row: where penalties are a GPU's the host doesn't count.
+            self._counts = self._counts or self._make_counts()
             self._counts.penalise(values, self.sampling)
         if self.matcher is not None:
             self.matcher.restrict(values)
 
-    def _restrict_bad_sequences(self, values: Float32Array) -> None:
-        """A sequence's last token is banned where the output ends in the tokens before it."""
-        for words in self._bad_sequences:
-            length = len(words) - 1
-            if self.num_output_tokens >= length and tuple(self.token_ids[-length:]) == words[:-1]:
-                values[words[-1]] = -np.inf
+    def sequence_bans(self) -> list[int]:
+        """Last tokens of the bad sequences whose other tokens the output ends in."""
+        return [words[-1] for words in self.bad_sequences if self._output_ends_in(words[:-1])]
+
+    def _output_ends_in(self, words: Sequence[int]) -> bool:
+        return self.num_output_tokens >= len(words) and tuple(self.token_ids[-len(words) :]) == words
 
 
 def restrict_verified(row: Row, values: Float32Array, guesses: Sequence[int]) -> None:

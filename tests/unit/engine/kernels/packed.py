@@ -18,17 +18,27 @@ from paceline_engine.sampling.row import Row
 MODULUS = 3
 
 
+def bit_words(bits: np.ndarray) -> np.ndarray:
+    """int32 words of bools, padded with False."""
+    padded = np.pad(bits, (0, -len(bits) % 32))
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
 class CountingDown:
     """A matcher: after a token t comes one that is t - 1 modulo MODULUS, whatever came before it at first."""
 
     error = None
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self.path: list[int] = []
+        self._vocab_size = vocab_size
 
-    def allowed(self, vocab_size: int) -> np.ndarray:
-        ids = np.arange(vocab_size)
-        return np.full(vocab_size, True) if not self.path else ids % MODULUS == (self.path[-1] - 1) % MODULUS
+    def allowed(self) -> np.ndarray:
+        ids = np.arange(self._vocab_size)
+        return np.full(len(ids), True) if not self.path else ids % MODULUS == (self.path[-1] - 1) % MODULUS
+
+    def mask(self) -> np.ndarray:
+        return bit_words(self.allowed())
 
     def push(self, token_id: int) -> bool:
         if self.path and token_id % MODULUS != (self.path[-1] - 1) % MODULUS:
@@ -40,7 +50,7 @@ class CountingDown:
         del self.path[len(self.path) - count :]
 
     def restrict(self, values: np.ndarray) -> None:
-        values[~self.allowed(len(values))] = -np.inf
+        values[~self.allowed()] = -np.inf
 
     def forced_tokens(self, limit: int) -> list[int]:
         return []
@@ -50,7 +60,7 @@ def make_row(
     vocab_size: int, prompt: Sequence[int], output: Sequence[int], grammar: bool = False, **sampling: Any
 ) -> Row:
     """A running request; an end-of-sequence token of 2."""
-    matcher = CountingDown() if grammar else None
+    matcher = CountingDown(vocab_size) if grammar else None
     if matcher is not None:
         matcher.path = list(output[-1:])
     params = SamplingParams(max_tokens=100, **sampling)
@@ -94,8 +104,8 @@ def packed_mask(row: Row, vocab_size: int) -> list[int] | None:
     if row.sampling.allowed_token_ids:
         bits[:] = np.isin(np.arange(len(bits)), row.sampling.allowed_token_ids)
     if isinstance(row.matcher, CountingDown):
-        bits[:vocab_size] &= row.matcher.allowed(vocab_size)
-    return None if bits.all() else np.packbits(bits, bitorder="little").view(np.int32).tolist()
+        bits[:vocab_size] &= row.matcher.allowed()
+    return None if bits.all() else bit_words(bits).tolist()
 
 
 def pack_rules(rows: Sequence[Row], pushed: Sequence[Sequence[int]], vocab_size: int) -> Rules:
