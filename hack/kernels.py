@@ -120,6 +120,7 @@ def check_guesses() -> None:
         begins=torch.tensor([0, 2], dtype=torch.int32),
         token_ids=torch.tensor([3, -1]),
         most=1,
+        by_ratio=torch.ones(2, dtype=torch.int32),
         draft_probabilities=torch.zeros(2, VOCAB),
         draft_rows=torch.tensor([0, -1], dtype=torch.int32),
     )

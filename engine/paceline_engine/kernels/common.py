@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -22,3 +24,9 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 def dot_precision(dtype: torch.dtype) -> str:
     """float32 is multiplied as such, not as TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@cache
+def num_processors_of(device: torch.device) -> int:
+    """How many programs a device runs at a time at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

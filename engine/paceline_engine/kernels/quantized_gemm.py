@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from paceline_engine.kernels.common import dot_dtype, dot_precision
+from paceline_engine.kernels.common import dot_dtype, dot_precision, num_processors_of
 
 GROUP = 32
 _GROUP = tl.constexpr(GROUP)
@@ -187,11 +186,6 @@ def choose_tiling(
     )
 
 
-@cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def quantized_gemm(
     x: torch.Tensor,
     matrix: QuantizedMatrix,
@@ -215,7 +209,7 @@ def quantized_gemm(
         *(num_rows, num_columns, width),
         four_bits=matrix.minima is not None,
         itemsize=x.dtype.itemsize,
-        num_processors=_num_processors(x.device),
+        num_processors=num_processors_of(x.device),
     )
     splits, partial = tiling.num_splits, None
     if splits > 1:

@@ -28,7 +28,6 @@ from paceline_engine.kernels.sampling import (
     best_of,
 )
 from paceline_engine.sampling.noise import Stream
-from paceline_engine.sampling.row import MIN_TEMPERATURE
 
 _REFUSED = tl.constexpr(-4)
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -41,13 +40,16 @@ class Guesses:
     """What is verified: request r has rows begins[r] to begins[r + 1] of the logits, the last one without a guess.
 
     begins [requests + 1] int32; token_ids [rows] int64, NO_TOKEN in the last row of each request; most: guesses of any
-    request. Row i's guess was drawn from row draft_rows[i] (int32; -1: unknown) of draft_probabilities [any, vocab]
-    float32; both None where none is known. Tokens behind one that ends the output are the caller's to drop.
+    request; by_ratio [rows], not 0 where p / q decides and not a draw: never where a row is greedy, else where q is
+    known or the lenience below 1. Row i's guess was drawn from row draft_rows[i] (int32; -1: unknown) of
+    draft_probabilities [any, vocab] float32; both None where none is known. A guess that ends the output is a request's
+    last: rows behind it have no guess, and nothing is drawn for them.
     """
 
     begins: torch.Tensor
     token_ids: torch.Tensor
     most: int
+    by_ratio: torch.Tensor
     draft_probabilities: torch.Tensor | None = None
     draft_rows: torch.Tensor | None = None
 
@@ -216,21 +218,11 @@ def resolve_kernel(
                 *(key, guess, draft_ptr, draft_row, draft_stride, TILE),
             ).to(tl.int64)
         tl.store(out + row - begin, token)
-        if token < 0:
+        if token < NO_TOKEN_:
             # An error leaves the request without any token.
             for index in range(width):
                 tl.store(out + index, tl.where(index == 0, token, NO_TOKEN_))
         row = tl.where(token == guess, row + 1, end)
-
-
-def rows_by_ratio(guesses: Guesses, sampling: SamplingRows, lenience: float = 1.0) -> torch.Tensor:
-    """[rows] bool: which guesses are decided by min(1, p / q); `draw` may skip those rows."""
-    decided = (guesses.token_ids >= 0) & (sampling.temperature >= MIN_TEMPERATURE)
-    if sampling.top_k is not None:
-        decided &= sampling.top_k != 1
-    if lenience >= 1.0:
-        decided &= False if guesses.draft_rows is None else guesses.draft_rows >= 0
-    return decided
 
 
 def verify(
@@ -247,8 +239,9 @@ def verify(
     """[requests, most + 1] int64: each request's guesses that stand, one token more, then NO_TOKEN.
 
     logits [rows, vocab] after rules (float32 or bfloat16, rows any stride apart), each position under the rules that
-    hold after the guesses before it; drawn [rows]: what `draw` gave for them. A request that meets a row which can't
-    be sampled before it ends has that row's NOT_FINITE or NOTHING_ALLOWED as its first entry, and no tokens.
+    hold after the guesses before it; drawn [rows]: what `draw` gave for them, NO_TOKEN for those that it skipped. A
+    request that meets a row which can't be sampled before it ends has that row's NOT_FINITE or NOTHING_ALLOWED as its
+    first entry, and no tokens.
     """
     num_requests, (rows, vocab_size) = guesses.begins.shape[0] - 1, logits.shape
     width = guesses.most + 1
@@ -263,7 +256,7 @@ def verify(
     decided = torch.empty(rows, dtype=torch.int64, device=logits.device)
     highest, totals = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     decide_kernel[(rows,)](
-        *(decided, highest, totals, logits, guesses.token_ids, drawn, rows_by_ratio(guesses, sampling, lenience)),
+        *(decided, highest, totals, logits, guesses.token_ids, drawn, guesses.by_ratio),
         *(draft, guesses.draft_rows, sampling.temperature, sampling.top_k, sampling.seeds, sampling.positions),
         *(thresholds, last_ids, lenience, math.log(lenience), vocab_size, logits.stride(0), draft_stride),
         TILE=tile,

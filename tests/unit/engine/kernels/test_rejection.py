@@ -16,7 +16,7 @@ from pairwise import pairwise
 
 from paceline_engine.core.outputs import ScheduledRequest, StepResult
 from paceline_engine.kernels.cuts import CutsTiling, SamplingRows, find_cuts
-from paceline_engine.kernels.rejection import Guesses, rows_by_ratio, verify
+from paceline_engine.kernels.rejection import Guesses, verify
 from paceline_engine.kernels.rules import apply_rules
 from paceline_engine.kernels.sampling import NO_TOKEN, NOT_FINITE, draw
 from paceline_engine.sampling.row import Row
@@ -101,7 +101,13 @@ def on_the_device(
             draft_rows.append(-1 if known is None else len(drafts))
             drafts += [] if known is None else [known[at]]
         draft_rows.append(-1)
+    by_ratio = [
+        not row.greedy and at < len(tokens) and (row.drafts is not None or lenience < 1.0)
+        for row, tokens in zip(rows, guesses, strict=True)
+        for at in range(len(tokens) + 1)
+    ]
     packed = Guesses(
+        by_ratio=torch.tensor(by_ratio),
         begins=torch.tensor(np.cumsum([0, *(len(tokens) + 1 for tokens in guesses)]), dtype=torch.int32),
         token_ids=torch.tensor([token for tokens in guesses for token in [*tokens, NO_TOKEN]]),
         most=max(map(len, guesses)),
@@ -111,9 +117,8 @@ def on_the_device(
     sampling = sampling_rows(spread, positions)
     after = apply_rules(logits, pack_rules(spread, pushed, vocab_size))
     cuts = find_cuts(after, sampling, CutsTiling(tile=1024, capacity=512))
-    by_ratio = rows_by_ratio(packed, sampling, lenience)
-    drawn = draw(after, sampling, cuts, skip=by_ratio, tile=256)
-    return verify(after, packed, drawn, sampling, cuts, lenience=lenience, tile=256), by_ratio
+    drawn = draw(after, sampling, cuts, skip=packed.by_ratio, tile=256)
+    return verify(after, packed, drawn, sampling, cuts, lenience=lenience, tile=256), packed.by_ratio
 
 
 @pytest.mark.parametrize(
@@ -169,6 +174,6 @@ def test_where_rounding_leaves_nothing_of_the_residual_the_replacement_is_from_t
 
 def test_no_requests():
     none = torch.empty(0)
-    packed = Guesses(begins=torch.zeros(1, dtype=torch.int32), token_ids=none.long(), most=3)
+    packed = Guesses(begins=torch.zeros(1, dtype=torch.int32), token_ids=none.long(), most=3, by_ratio=none)
     sampling = SamplingRows(temperature=none, seeds=none.long(), positions=none.long())
     assert verify(torch.empty(0, 64), packed, none.long(), sampling).shape == (0, 4)
