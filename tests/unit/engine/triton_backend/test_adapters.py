@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import MAX_MODEL_LEN, SCHEDULE, Sequences, make_config, random_tensors, reference_logits, save
+from tiny_models import MAX_MODEL_LEN, Sequences, make_config, random_tensors, reference_logits, save
 
 from paceline_engine.backends.triton import adapters as device_adapters
 from paceline_engine.backends.triton.decoder import TritonDecoder
@@ -17,8 +17,10 @@ from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.lora import projection_sizes
 from paceline_engine.models.lora_files import PROJECTIONS, LoraError
 
+# Prefills beside one another, then decodes beside a third.
+SCHEDULE = (((1, 7), (0, 3)), ((0, 1), (2, 2), (1, 1)))
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
-CONFIG = make_config(num_heads=4, num_kv_heads=2)
+CONFIG = make_config()
 # Rank and the changed projections by layer: none of one matrix, parts of a fused one, all.
 ADAPTERS: dict[str, tuple[int, dict[int, tuple[str, ...]]]] = {
     "all": (5, dict.fromkeys((0, 1), tuple(projection_sizes(CONFIG)))),
