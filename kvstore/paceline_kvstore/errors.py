@@ -1,4 +1,4 @@
-"""What can be wrong with a chunk. To a reader each of these is a miss: drop the chunk, count it, recompute."""
+"""What can be wrong with a chunk or a folder. To a reader a bad chunk is a miss: drop it, count it, recompute."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ class ForeignChunk(KVStoreError):
 
 class UnsupportedVersion(KVStoreError):
     """The chunk names a format version that this reader does not know."""
+
+
+class FolderUnusable(KVStoreError):
+    """A tier cannot open its folder: it is in use, or the file system says no."""

@@ -10,13 +10,14 @@ from threading import Lock
 import numpy as np
 
 from paceline_kvstore import codec
+from paceline_kvstore.arena import Allocator, Arena, Bytes, map_memory, pages
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.errors import CorruptChunk, KVStoreError
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.eviction import Eviction, S3Fifo
 from paceline_kvstore.quarantine import Quarantine
-from paceline_kvstore.tiers.arena import Allocator, Arena, Bytes, map_memory, pages
-from paceline_kvstore.tiers.base import Lease, TierStats
+from paceline_kvstore.stats import TierStats
+from paceline_kvstore.tiers.base import Lease
 
 UNSHARED = 2
 """What `sys.getrefcount(chunk.payload)` says while only the tier holds it: its own reference and the argument."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_kvstore.tiers.arena import PAGE, Arena, Extents, pages
+from paceline_kvstore.arena import PAGE, Arena, Extents, pages
 
 SIZES = st.integers(0, 20 * PAGE)
 

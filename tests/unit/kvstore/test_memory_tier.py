@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paceline_kvstore import ChunkKey, CorruptChunk
+from paceline_kvstore.arena import PAGE
 from paceline_kvstore.policy.eviction import Lru
 from paceline_kvstore.tiers import Lease, MemoryTier, Tier
-from paceline_kvstore.tiers.arena import PAGE
 
 SLOTS = 5
 

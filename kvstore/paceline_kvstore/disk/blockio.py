@@ -1,0 +1,135 @@
+"""Whole blocks to and from a file, past the page cache where the file system allows it.
+
+Direct I/O wants the file offset, the length and the memory's address on block boundaries. Memory that is not on one
+goes through a bounce buffer of the thread's own. Nothing is written with two buffers into one block, so a record's
+header and its payload's tail each have a block of the thread's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from paceline_kvstore.arena import Bytes
+from paceline_kvstore.disk.record import BLOCK
+from paceline_kvstore.errors import CorruptChunk
+
+BOUNCE_BYTES = 2 << 20
+
+
+class _Scratch(threading.local):
+    """Aligned memory of one thread: a header block, a tail block, the bounce buffer."""
+
+    def __init__(self) -> None:
+        memory: Bytes = np.frombuffer(mmap.mmap(-1, 2 * BLOCK + BOUNCE_BYTES), dtype=np.uint8)
+        self.header = memory[:BLOCK]
+        self.tail = memory[BLOCK : 2 * BLOCK]
+        self.bounce = memory[2 * BLOCK :]
+
+
+_scratch = _Scratch()
+
+
+def supports_direct(folder: Path) -> bool:
+    """Whether a file in `folder` can be written and read past the page cache: tried, as only trying tells."""
+    path = folder / f"probe-{os.getpid()}-{threading.get_ident()}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError:
+        path.unlink(missing_ok=True)
+        return False
+    try:
+        _scratch.header[:] = 1
+        written = os.pwritev(fd, [_scratch.header.data], 0)
+        return written == BLOCK and os.preadv(fd, [_scratch.tail.data], 0) == BLOCK and bool((_scratch.tail == 1).all())
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+
+
+def write(fd: int, offset: int, header: bytes, payload: Bytes, *, direct: bool) -> None:
+    """A header block and the payload, each padded to blocks. OSError if not all of it was written."""
+    _fill(_scratch.header, header)
+    whole = len(payload) // BLOCK * BLOCK
+    tail: list[Bytes] = []
+    if len(payload) > whole:
+        _fill(_scratch.tail, payload[whole:])
+        tail.append(_scratch.tail)
+    if not direct or _is_aligned(payload):
+        body = [payload[:whole]] if whole else []
+        _write_all(fd, [_scratch.header, *body, *tail], offset)
+        return
+    _write_all(fd, [_scratch.header], offset)
+    for start in range(0, whole, BOUNCE_BYTES):
+        piece = payload[start : min(start + BOUNCE_BYTES, whole)]
+        np.copyto(_scratch.bounce[: len(piece)], piece)
+        _write_all(fd, [_scratch.bounce[: len(piece)]], offset + BLOCK + start)
+    if tail:
+        _write_all(fd, tail, offset + BLOCK + whole)
+
+
+def read(fd: int, offset: int, target: Bytes, *, direct: bool) -> bytes:
+    """Fill `target` with the payload of the record at `offset`; its header block.
+
+    OSError, CorruptChunk at the file's end.
+    """
+    whole = len(target) // BLOCK * BLOCK
+    tail = [_scratch.tail] if len(target) > whole else []
+    if not direct or _is_aligned(target):
+        body = [target[:whole]] if whole else []
+        _read_all(fd, [_scratch.header, *body, *tail], offset)
+    else:
+        _read_all(fd, [_scratch.header], offset)
+        for start in range(0, whole, BOUNCE_BYTES):
+            piece = target[start : min(start + BOUNCE_BYTES, whole)]
+            _read_all(fd, [_scratch.bounce[: len(piece)]], offset + BLOCK + start)
+            np.copyto(piece, _scratch.bounce[: len(piece)])
+        if tail:
+            _read_all(fd, tail, offset + BLOCK + whole)
+    if tail:
+        np.copyto(target[whole:], _scratch.tail[: len(target) - whole])
+    return _scratch.header.tobytes()
+
+
+def write_block(fd: int, offset: int, block: bytes) -> None:
+    """One block alone."""
+    _fill(_scratch.header, block)
+    _write_all(fd, [_scratch.header], offset)
+
+
+def read_block(fd: int, offset: int) -> bytes:
+    """One block alone. CorruptChunk at the file's end."""
+    _read_all(fd, [_scratch.header], offset)
+    return _scratch.header.tobytes()
+
+
+def _fill(block: Bytes, content: bytes | Bytes) -> None:
+    block[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+    block[len(content) :] = 0
+
+
+def _is_aligned(memory: Bytes) -> bool:
+    return memory.__array_interface__["data"][0] % BLOCK == 0
+
+
+def _write_all(fd: int, parts: Sequence[Bytes], offset: int) -> None:
+    size = sum(len(part) for part in parts)
+    written = os.pwritev(fd, [part.data for part in parts], offset)
+    if written != size:
+        # A regular file takes less than it is given only at a limit.
+        raise OSError(errno.ENOSPC, f"{written} of {size} bytes were written")
+
+
+def _read_all(fd: int, parts: Sequence[Bytes], offset: int) -> None:
+    size = sum(len(part) for part in parts)
+    got = os.preadv(fd, [part.data for part in parts], offset)
+    if got != size:
+        raise CorruptChunk(f"{got} of {size} bytes are there at {offset}: the file was cut")

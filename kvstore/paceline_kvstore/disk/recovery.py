@@ -1,0 +1,132 @@
+"""Opening a folder: the lock, the segments that are there, and the index rebuilt from their records' headers.
+
+Nothing that a crash can leave behind is trusted. A block that is no header is stepped over, one block at a time, so
+that a hole or a torn record hides nothing behind it. Payloads of the last segment, where writes were going on, are
+read and checked here; all others when they are asked for. Parents are linked when all records are known.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from paceline_kvstore import codec
+from paceline_kvstore.arena import Bytes
+from paceline_kvstore.disk.catalog import Catalog
+from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
+from paceline_kvstore.disk.segment import PATTERN, Segment, number_of
+from paceline_kvstore.errors import CorruptChunk, FolderUnusable, KVStoreError
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.quarantine import Quarantine
+
+LOCK_NAME = "lock"
+
+
+def lock_folder(folder: Path) -> int:
+    """Make the folder if need be and take it for this process; the descriptor that holds it. Raises FolderUnusable."""
+    fd = -1
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).decode("ascii", "replace") or "unknown"
+        os.close(fd)
+        raise FolderUnusable(
+            f"the KV folder {folder} is in use by process {holder}: give each store a folder of its own"
+        ) from None
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise FolderUnusable(f"the KV folder {folder} cannot be used: {error.strerror}") from None
+    return fd
+
+
+def recover(catalog: Catalog, folder: Path, quarantine: Quarantine, *, direct: bool) -> None:
+    """Fill an empty catalog from a folder. Files that are no segments of ours are left alone; bad segments go."""
+    numbers = sorted(number for path in folder.glob(PATTERN) if (number := number_of(path)) is not None)
+    orphans: list[tuple[int, bytes]] = []
+    for number in numbers:
+        path = folder / f"segment-{number:012d}.kv"
+        try:
+            segment = Segment.open(path, number, direct=direct)
+        except OSError as error:
+            quarantine.add(None, str(path), CorruptChunk(f"the segment cannot be read: {error.strerror}"))
+            continue
+        except KVStoreError as error:
+            quarantine.add(None, str(path), error)
+            path.unlink(missing_ok=True)
+            continue
+        end = _adopt(catalog, segment, quarantine, orphans, check_payloads=number == numbers[-1])
+        if number == numbers[-1]:
+            _cut(segment, end)
+            catalog.active = segment
+        catalog.add_segment(segment)
+    for slot, parent in orphans:
+        above = catalog.index.find(parent)
+        if above and above != slot and catalog.index.segment[slot] and not catalog.index.parent[slot]:
+            catalog.index.link(slot, above)
+
+
+def records(segment: Segment) -> Iterator[tuple[int, Record]]:
+    """Offset and header of each record, dead ones included, whose blocks are all within the file."""
+    offset = BLOCK
+    while offset + BLOCK <= segment.end:
+        try:
+            record = segment.read_header(offset)
+        except (OSError, CorruptChunk):
+            offset += BLOCK
+            continue
+        if offset + record.size > segment.end:
+            offset += BLOCK
+            continue
+        yield offset, record
+        offset += record.size
+
+
+def _adopt(
+    catalog: Catalog,
+    segment: Segment,
+    quarantine: Quarantine,
+    orphans: list[tuple[int, bytes]],
+    *,
+    check_payloads: bool,
+) -> int:
+    """Index a segment's records; where the last good one ends."""
+    end = BLOCK
+    # Published records of this segment need it in the catalog when a later one takes their place.
+    catalog.segments[segment.number] = segment
+    for offset, record in records(segment):
+        if record.dead:
+            end = offset + record.size
+            continue
+        try:
+            key = ChunkKey.from_bytes(record.key)
+            if check_payloads:
+                payload: Bytes = np.empty(record.payload_bytes, dtype=np.uint8)
+                segment.read(offset, payload)
+                codec.check(record.chunk, payload.data, key)
+        except (OSError, ValueError, KVStoreError) as error:
+            reason = error if isinstance(error, KVStoreError) else CorruptChunk(str(error))
+            quarantine.add(None, f"{segment.path}:{offset}", reason)
+            continue
+        end = offset + record.size
+        slot = catalog.publish(segment, offset, record)
+        if slot and record.parent != NO_PARENT and not catalog.index.parent[slot]:
+            orphans.append((slot, record.parent))
+    return end
+
+
+def _cut(segment: Segment, end: int) -> None:
+    try:
+        segment.truncate(end)
+    except OSError:
+        # Then the rest stays, counted, until the segment goes.
+        return
+    segment.end = end

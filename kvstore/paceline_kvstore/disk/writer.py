@@ -1,0 +1,169 @@
+"""The head of the log: room for records within the byte bound, writes, and what happens when the device says no.
+
+A full disk and a failing one are normal: the tier writes less for a while, counts, and serves what it has.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+
+from paceline_kvstore.arena import Bytes
+from paceline_kvstore.disk.catalog import Catalog, Clocks
+from paceline_kvstore.disk.cleaning import Cleaner
+from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
+from paceline_kvstore.disk.segment import Segment
+from paceline_kvstore.keys import ChunkKey
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PAUSE_S = 5.0
+"""How long nothing is written after the device failed."""
+TRIES = 8
+"""Segments freed for one record beyond twice those there are, before it is refused: copies may eat what is freed."""
+FULL_S = 60.0
+"""How long the tier makes do with the bytes it has after the disk was full, before it tries to grow again."""
+
+
+class Writer:
+    """Appends records. Safe to call from several threads: their writes run side by side, cleaning is one at a time."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        folder: Path,
+        capacity: int,
+        segment_bytes: int,
+        *,
+        direct: bool,
+        clocks: Clocks,
+        spared: Callable[[ChunkKey], bool],
+        buffer: Callable[[int], Bytes],
+    ) -> None:
+        self._catalog = catalog
+        self._folder = folder
+        self._capacity = capacity
+        self._segment_bytes = segment_bytes
+        # Kept free within the capacity, so that cleaning can copy before it removes.
+        self._headroom = segment_bytes // 2 + 2 * BLOCK
+        self._direct = direct
+        self._steady = clocks.steady
+        self._cleaner = Cleaner(catalog, spared, self._head, buffer)
+        self._next_number = max(catalog.segments, default=0) + 1
+        self._limit = capacity
+        self._limited_until = self._paused_until = float("-inf")
+        self.room = Lock()
+        """Held while room is made. Whoever holds it knows that no record is being copied."""
+
+    @property
+    def is_paused(self) -> bool:
+        """True for a while after the device failed: nothing is written."""
+        return self._steady() < self._paused_until
+
+    def append(self, record: Record, payload: Bytes, *, durable: bool) -> bool:
+        """Write a record and make it findable, on the device first if `durable`. False if that was not possible."""
+        with self.room:
+            head = self._head(record.size) if self._make_room(record.size, record.parent) else None
+        if head is None:
+            return False
+        segment, offset = head
+        written = False
+        try:
+            segment.write(offset, record, payload)
+            if durable:
+                segment.sync()
+            written = True
+        except OSError as error:
+            self._failed(error)
+        with self._catalog.lock:
+            segment.writers -= 1
+            # A tier that was closed meanwhile has no segments.
+            if written and segment.number in self._catalog.segments:
+                self._catalog.stats.puts += 1
+                return bool(self._catalog.publish(segment, offset, record))
+        if not written:
+            self._withdraw(segment, offset, record)
+        return False
+
+    def shrink(self) -> None:
+        """Evict until the bound holds, as after a restart with a smaller one."""
+        with self.room:
+            self._make_room(0, NO_PARENT)
+
+    def _make_room(self, size: int, before: bytes) -> bool:
+        """Evict until a record of `size` bytes and the headroom fit. Needs `room`."""
+        wanted = size + BLOCK + self._headroom
+        with self._catalog.lock:
+            tries = 2 * len(self._catalog.segments) + TRIES
+        for _ in range(tries):
+            limit = self._limit if self._steady() < self._limited_until else self._capacity
+            with self._catalog.lock:
+                used = self._catalog.bytes_used
+            if used + wanted <= limit:
+                return True
+            if not self._evict(min(self._segment_bytes // 2, self._capacity - used - BLOCK), before):
+                return False
+        return False
+
+    def _evict(self, budget: int, before: bytes) -> bool:
+        for share in (budget, 0):
+            try:
+                lost = self._cleaner.free_one(share, before)
+            except OSError as error:
+                # Copies need room that a full disk does not have: then without.
+                self._failed(error)
+                continue
+            if lost is not None:
+                with self._catalog.lock:
+                    self._catalog.stats.evictions += lost
+                return True
+        return False
+
+    def _head(self, size: int) -> tuple[Segment, int] | None:
+        """Room for a record at the head of the log, or None if there can be none. Needs `room`."""
+        catalog = self._catalog
+        with catalog.lock:
+            head = catalog.active
+            # A record larger than a segment gets one of its own.
+            if head is not None and (head.end + size <= self._segment_bytes or head.end == BLOCK):
+                return head, catalog.promise(head, size)
+            if catalog.bytes_used + BLOCK + size > self._capacity:
+                return None
+        try:
+            nonce = int.from_bytes(os.urandom(8), "little")
+            head = Segment.create(self._folder, self._next_number, nonce, direct=self._direct)
+        except OSError as error:
+            self._failed(error)
+            return None
+        self._next_number += 1
+        with catalog.lock:
+            catalog.add_segment(head)
+            catalog.active = head
+            return head, catalog.promise(head, size)
+
+    def _failed(self, error: OSError) -> None:
+        """Count; a full disk bounds the tier to what it has, anything else stops writing for a while."""
+        with self._catalog.lock:
+            self._catalog.stats.errors += 1
+            self._catalog.active = None
+            if error.errno in FULL:
+                self._limit = self._catalog.bytes_used
+                self._limited_until = self._steady() + FULL_S
+            else:
+                self._paused_until = self._steady() + PAUSE_S
+
+    def _withdraw(self, segment: Segment, offset: int, record: Record) -> None:
+        """A record that was not written must not be found by the next scan, and should take no room."""
+        catalog = self._catalog
+        try:
+            with catalog.lock:
+                if segment.end == offset + record.size:
+                    segment.end = offset
+                    catalog.bytes_used -= record.size
+                    segment.truncate(offset)
+                    return
+            segment.kill(offset, record.payload_bytes)
+        except OSError as error:
+            self._failed(error)
