@@ -15,6 +15,7 @@ from paceline_engine.config import (
     DEVICES,
     DRAFT_QUANTIZATIONS,
     DTYPES,
+    KV_CACHE_DTYPES,
     MAX_GUESSES,
     PREFIX_INDEXES,
     QUANTIZATIONS,
@@ -120,10 +121,31 @@ AdminPort = Annotated[int, typer.Option(min=0, max=65535, help="Port of /v1/load
 EngineAdminPort = Annotated[int, typer.Option(min=1, max=65535, help="Admin port of the engine.")]
 MetricsPort = Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")]
 Device = Annotated[
-    str, typer.Option(parser=_choice(*DEVICES), metavar="|".join(DEVICES), help="Where steps run; auto is the CPU.")
+    str,
+    typer.Option(
+        parser=_choice(*DEVICES), metavar="|".join(DEVICES), help="Where steps run; auto is a GPU, else the CPU."
+    ),
 ]
+TensorParallelSize = Annotated[int, typer.Option(min=1, help="GPUs that the model is spread over.")]
+GpuMemoryUtilization = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of a GPU's memory for weights, activations and KV together.")
+]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Run decode steps without CUDA graphs.")]
 Dtype = Annotated[
-    str, typer.Option(parser=_choice(*DTYPES), metavar="|".join(DTYPES), help="Of weights, activations and KV.")
+    str,
+    typer.Option(
+        parser=_choice(*DTYPES),
+        metavar="|".join(DTYPES),
+        help="Of weights, activations and KV; auto is bfloat16 on a GPU, else float32.",
+    ),
+]
+KVCacheDtype = Annotated[
+    str,
+    typer.Option(
+        parser=_choice(*KV_CACHE_DTYPES),
+        metavar="|".join(KV_CACHE_DTYPES),
+        help="Of KV; 8 bits, a little less exact, on a GPU only.",
+    ),
 ]
 CpuKernels = Annotated[
     str,
@@ -150,13 +172,13 @@ MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens of one ste
 PrefillChunkTokens = Annotated[int, typer.Option(min=1, help="Most prompt tokens of one request in one step.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")]
 KVCacheMemory = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--kv-cache-memory",
         "--kv-cache-memory-bytes",
         parser=_SIZE,
         metavar="SIZE",
-        help="Memory of the KV block pool.",
+        help="Memory of the KV block pool. Default: what --gpu-memory-utilization leaves of a GPU, else 256Mi.",
     ),
 ]
 KVStoreMemory = Annotated[
@@ -192,9 +214,11 @@ NumSchedulerSteps = Annotated[
     int, typer.Option(min=1, help="Steps in one round trip to the device while all requests only decode.")
 ]
 AsyncScheduling = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--async-scheduling/--no-async-scheduling", help="Plan the next step while the device makes the last."
+        "--async-scheduling/--no-async-scheduling",
+        help="Plan the next step while the device makes the last. Default: on a GPU.",
+        show_default=False,
     ),
 ]
 EnablePrefixCaching = Annotated[

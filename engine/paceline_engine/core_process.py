@@ -23,7 +23,7 @@ from types import FrameType
 import msgspec
 import zmq
 
-from paceline_engine.backends.base import UsesGpus
+from paceline_engine.backends.base import Closes, UsesGpus
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.step_log import RecordingStore, StepLog
 from paceline_engine.core_commands import Commands, FollowsConstraints, handle_grammar
@@ -228,6 +228,7 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
     def send(message: FromCore) -> None:
         outbox.send(encoder.encode(message))
 
+    core: Core | None = None
     try:
         core = build_core(config)
         # The API process removes the sockets' paths when it hears "ready"; a connection still to be made would be lost.
@@ -242,6 +243,8 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
         return 1
     finally:
         context.destroy(linger=1000)
+        if core is not None and isinstance(core.backend, Closes):
+            core.backend.close()
     return 0
 
 

@@ -6,10 +6,11 @@ Imports no torch itself; the chosen backend may.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from paceline_api.identity import NamespaceFields, namespace_digest
-from paceline_engine.backends.base import Backend, CanDraft, create_backend
-from paceline_engine.config import MIB, EngineConfig
+from paceline_engine.backends.base import Backend, CanDraft, create_backend, settle_device
+from paceline_engine.config import BYTES_PER_ELEMENT, KV_CACHE_BYTES, MIB, EngineConfig
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.prefix_cache import PrefixCache
@@ -35,13 +36,16 @@ class Core:
     overlapped: bool = False
 
 
-def size_blocks(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
+def size_blocks(config: EngineConfig, model: ModelConfig, kv_cache_bytes: int | None = None) -> tuple[int, int]:
     """(number of KV blocks, maximum length in tokens). Raises SetupError if the cache is too small for the length.
 
-    Without a configured maximum it is the model's, or as much of it as fits in the cache.
+    Without a configured maximum it is the model's, or as much of it as fits in the cache. kv_cache_bytes: what there is
+    where the configuration doesn't say.
     """
-    block_bytes = model.kv_bytes_per_token(config.bytes_per_element) * config.block_size
-    num_blocks = config.kv_cache_bytes // block_bytes
+    kv_cache_bytes = config.kv_cache_bytes or kv_cache_bytes or KV_CACHE_BYTES
+    token_bytes = model.kv_bytes_per_token(BYTES_PER_ELEMENT[config.kv_dtype], config.tensor_parallel_size)
+    block_bytes = token_bytes * config.block_size
+    num_blocks = kv_cache_bytes // block_bytes
     capacity = num_blocks * config.block_size
     wanted = config.max_model_len
     if wanted is not None and wanted > model.max_position_embeddings:
@@ -53,7 +57,7 @@ def size_blocks(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
     if capacity < smallest:
         needed = -(-smallest // config.block_size) * block_bytes
         raise SetupError(
-            f"the KV cache of {config.kv_cache_bytes} bytes holds {capacity} tokens, fewer than {smallest}; set "
+            f"the KV cache of {kv_cache_bytes} bytes holds {capacity} tokens, fewer than {smallest}; set "
             f"kv-cache-memory to at least {-(-needed // MIB)}Mi or lower max-model-len"
         )
     return num_blocks, wanted if wanted is not None else min(model.max_position_embeddings, capacity)
@@ -68,12 +72,13 @@ def identity(config: EngineConfig, loaded: LoadedModel) -> str:
             weights_digest=loaded.weights_digest,
             tokenizer_digest=loaded.tokenizer_digest,
             dtype=config.weights_dtype,
-            kv_dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
             block_size=config.block_size,
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             rope=model.numerics(),
+            tensor_parallel_size=config.tensor_parallel_size,
         )
     )
 
@@ -97,14 +102,13 @@ def speculation(config: EngineConfig, backend: Backend) -> SpeculationConfig:
 def build_core(config: EngineConfig) -> Core:
     """Load the model on the configured device. Raises ValueError with one line on anything that can't work."""
     loaded = load_model_dir(config.model_dir)
-    num_blocks, max_model_len = size_blocks(config, loaded.config)
+    config = settle_device(config)
     digest = identity(config, loaded)
-    backend = create_backend(
+    backend, num_blocks, max_model_len = create_backend(
         config,
         loaded.config,
         loaded.files,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
+        size=partial(size_blocks, config, loaded.config),
         namespace_digest=digest,
     )
     store = RecordingStore(backend.kv_store) if backend.kv_store is not None else None
@@ -132,5 +136,5 @@ def build_core(config: EngineConfig) -> Core:
         backend=backend,
         max_model_len=max_model_len,
         namespace_digest=digest,
-        overlapped=config.async_scheduling,
+        overlapped=config.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
     )

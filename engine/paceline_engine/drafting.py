@@ -113,7 +113,7 @@ class Drafter:
         batch = build_batch(shares, self._tables, kv.tensor.dtype)
         logits = self._model.decoder.step(batch, kv)
         row_of = {item.request_id: row for row, item in enumerate(batch.samplers)}
-        values = logits.numpy()
+        values = logits.cpu().numpy()
         return [values[row_of[share.request_id]] for share in shares if share.sample]
 
     def _guess(self, draft: _Draft, values: Float32Array) -> None:

@@ -1,9 +1,9 @@
 """KV of preempted sequences on its way between the block pool and the key-value store's memory tier.
 
-A sequence travels in chunks of up to CHUNK_TOKENS tokens over all layers, [layers, 2, tokens, kv_heads, head_dim],
-keyed by what the KV is the state of: namespace, tenant salt and all tokens up to the chunk's end. The tier checks key
-and checksum and may forget a chunk at any time; the leading chunks that it still has are restored, the rest is
-recomputed.
+A sequence travels in chunks of up to CHUNK_TOKENS tokens over all layers, [layers, 2, tokens, kv_heads, head_dim], of
+8-bit KV with the scales [layers, 2, tokens, kv_heads, 1] behind it, keyed by what the KV is the state of: namespace,
+tenant salt and all tokens up to the chunk's end. The tier checks key and checksum and may forget a chunk at any time;
+the leading chunks that it still has are restored, the rest is recomputed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK_TOKENS = 256
 
 
 class KVTransfer:
-    """Implements `core.kv_manager.SequenceStore` on a pool in host memory and a tier."""
+    """Implements `core.kv_manager.SequenceStore` on a pool and a tier."""
 
     def __init__(self, kv: PagedKV, tier: Tier, namespace_digest: str, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.tier = tier
@@ -29,7 +29,11 @@ class KVTransfer:
         self._namespace = bytes.fromhex(namespace_digest)
         # Whole blocks, so that a chunk's hash is a link of the block chain.
         self._chunk_tokens = max(1, chunk_tokens // kv.block_size) * kv.block_size
-        self._slots = kv.tensor.flatten(2, 3)
+        self._planes = [kv.tensor.flatten(2, 3)]
+        if kv.scales is not None:
+            # Torch moves bytes where it doesn't move numbers of 8 bits.
+            self._planes = [kv.tensor.view(torch.uint8).flatten(2, 3)]
+            self._planes.append(kv.scales.flatten(2, 3).unsqueeze(-1))
         self._chunks_of: dict[str, list[ChunkKey]] = {}
 
     def save(self, request: Request) -> int:
@@ -93,15 +97,18 @@ class KVTransfer:
         positions = torch.arange(start, start + num_tokens)
         block_size = self._kv.block_size
         blocks = torch.tensor(request.block_ids, dtype=torch.int64)[positions // block_size]
-        return blocks * block_size + positions % block_size
+        return (blocks * block_size + positions % block_size).to(self._kv.tensor.device)
 
     def _read(self, request: Request, start: int, num_tokens: int) -> np.ndarray:
-        chunk = self._slots.index_select(2, self._slot_ids(request, start, num_tokens))
-        return chunk.view(torch.uint8).numpy()
+        slots = self._slot_ids(request, start, num_tokens)
+        parts = [plane.index_select(2, slots).cpu().view(torch.uint8).numpy().reshape(-1) for plane in self._planes]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _write(self, request: Request, start: int, num_tokens: int, payload: memoryview, skipped: int) -> None:
-        layers, two, _, heads, head_dim = self._slots.shape
-        chunk = torch.empty((layers, two, num_tokens, heads, head_dim), dtype=self._slots.dtype)
-        chunk.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(payload, dtype=np.uint8)
         slots = self._slot_ids(request, start + skipped, num_tokens - skipped)
-        self._slots.index_copy_(2, slots, chunk[:, :, skipped:])
+        content, begin = np.frombuffer(payload, dtype=np.uint8), 0
+        for plane in self._planes:
+            part = torch.empty((*plane.shape[:2], num_tokens, *plane.shape[3:]), dtype=plane.dtype)
+            part.view(torch.uint8).numpy().reshape(-1)[:] = content[begin : begin + part.nbytes]
+            begin += part.nbytes
+            plane.index_copy_(2, slots, part[:, :, skipped:].to(plane.device))

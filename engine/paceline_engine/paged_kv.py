@@ -33,6 +33,20 @@ class PagedKV:
         self.scales = torch.zeros(shape, dtype=torch.float32, device=device) if dtype.itemsize == 1 else None
         self._slots = self.tensor.view(config.num_layers, 2, num_blocks * block_size, -1)
 
+    def release(self) -> None:
+        """Give the memory back; nobody may use it before `allocate`."""
+        for tensor in self._memory():
+            tensor.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Have the memory again, perhaps elsewhere, with zeros in it."""
+        for tensor in self._memory():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.zero_()
+
+    def _memory(self) -> list[torch.Tensor]:
+        return [self.tensor] if self.scales is None else [self.tensor, self.scales]
+
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] at flat slots [tokens]."""
         self._slots[layer, 0].index_copy_(0, slots, key.flatten(1))

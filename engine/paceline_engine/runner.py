@@ -7,6 +7,7 @@ Decides nothing; the scheduler does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -77,6 +78,7 @@ class ModelRunner:
 
     num_blocks: of the block pool; kv may have more, for a drafter's scratch. lenience: 1 is exact speculation, see
     `sampling.speculation`. grammars: None where constraints can't be followed. draft_model: None where nobody drafts.
+    sampler: None draws on the host. around_launch: entered while a step is handed to the device.
     """
 
     def __init__(
@@ -91,12 +93,14 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         num_blocks: int | None = None,
         sampler: TokenSampler | None = None,
+        around_launch: Callable[[StepPlan], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.kv = kv
         self._decoder = decoder
         max_blocks = -(-max_model_len // kv.block_size)
         self._tables = BlockTables(max_num_seqs, max_blocks, kv.block_size)
         self._rows: dict[str, Row] = {}
+        self._around_launch = around_launch
         self._grammars = grammars
         host_sampler = Sampler(decoder.config.vocab_size, lenience)
         self._sampler: TokenSampler = sampler or host_sampler
@@ -123,6 +127,10 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step, on a device that can also on top of one that hasn't been waited for."""
+        with self._around_launch(plan):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Launched:
         self._apply(plan)
         if not plan.scheduled:
             return Launched(list)

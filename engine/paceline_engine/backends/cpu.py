@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,19 +13,17 @@ from paceline_engine.backends.cpu_decoder import TORCH_DTYPES, create_decoder
 from paceline_engine.backends.cpu_drafting import make_draft_model
 from paceline_engine.backends.pages import release_pages
 from paceline_engine.backends.threads import num_threads
+from paceline_engine.backends.warm_up import measure_draft_cost, warm_up
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
-from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepPlan, StepResult
+from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.drafting import num_scratch_blocks
 from paceline_engine.grammar import Grammars
 from paceline_engine.kv_transfer import KVTransfer
-from paceline_engine.messages import SamplingParams
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.paged_kv import PagedKV
 from paceline_engine.runner import ModelRunner
 from paceline_kvstore.tiers.memory import MemoryTier
-
-_TIMED_STEPS, _TIMED_GUESSES = 3, 4
 
 
 class CpuBackend:
@@ -49,7 +46,7 @@ class CpuBackend:
         self._decoder = create_decoder(config, model, weight_files, **sizes)
         drafts = config.speculative_method in ("draft", "selfDraft")
         scratch = num_scratch_blocks(config.max_num_seqs, config.block_size) if drafts else 0
-        kv = PagedKV(model, num_blocks + scratch, config.block_size, TORCH_DTYPES[config.dtype])
+        kv = PagedKV(model, num_blocks + scratch, config.block_size, TORCH_DTYPES[config.compute_dtype])
         self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
         self._runner = ModelRunner(
             self._decoder,
@@ -63,8 +60,8 @@ class CpuBackend:
         )
         self._tier = MemoryTier(config.kv_store_bytes)
         self._store = KVTransfer(kv, self._tier, namespace_digest) if config.kv_store_bytes else None
-        self._warm_up(0)
-        self._draft_cost = self._measure_draft_cost() if drafts else None
+        warm_up(self._runner)
+        self._draft_cost = measure_draft_cost(self._runner) if drafts else None
 
     @property
     def kv_store(self) -> SequenceStore | None:
@@ -111,27 +108,3 @@ class CpuBackend:
     def unload_adapter(self, name: str) -> None:
         """Drop an adapter. Raises ValueError if it isn't loaded."""
         self._decoder.adapters.unload(name)
-
-    def _measure_draft_cost(self) -> float:
-        self._warm_up(_TIMED_GUESSES)
-        plain = min(self._warm_up(0) for _ in range(_TIMED_STEPS))
-        drafting = min(self._warm_up(_TIMED_GUESSES) for _ in range(_TIMED_STEPS))
-        return max(0.0, drafting / plain - 1.0) / _TIMED_GUESSES
-
-    def _warm_up(self, num_guesses: int) -> float:
-        """Seconds of one throw-away step; the first maps the weights' pages and starts the worker threads."""
-        sampling = SamplingParams(max_tokens=_TIMED_GUESSES + 2, ignore_eos=True)
-        admitted = AdmittedRequest(request_id="warm-up", token_ids=(0,), num_prompt_tokens=1, sampling=sampling)
-        item = ScheduledRequest(
-            request_id="warm-up",
-            token_ids=[0],
-            start=0,
-            new_block_ids=[0],
-            sample=True,
-            num_wanted_drafts=num_guesses,
-        )
-        begin = time.perf_counter()
-        self._runner.execute(StepPlan(admitted=(admitted,), scheduled=(item,)))
-        seconds = time.perf_counter() - begin
-        self._runner.execute(StepPlan(released=("warm-up",)))
-        return seconds

@@ -54,7 +54,7 @@ def _torch(
         model,
         weight_files,
         max_model_len=max_model_len,
-        dtype=TORCH_DTYPES[config.dtype],
+        dtype=TORCH_DTYPES[config.compute_dtype],
         max_adapters=config.max_loras,
         max_rank=config.max_lora_rank,
     )
@@ -70,14 +70,14 @@ def _native(
     library = load_library(ensure_library(Path(config.native_dir) if config.native_dir else default_cache_dir()))
     # Batches with adapters run on torch's decoder, over the same KV.
     adapters = AdapterTable(
-        model, TORCH_DTYPES[config.dtype], max_adapters=config.max_loras, max_rank=config.max_lora_rank
+        model, TORCH_DTYPES[config.compute_dtype], max_adapters=config.max_loras, max_rank=config.max_lora_rank
     )
     decoder = NativeDecoder(
         library,
         model,
         weight_files,
         max_model_len=max_model_len,
-        weight_format=config.dtype if config.quantization == "none" else config.quantization,
+        weight_format=config.compute_dtype if config.quantization == "none" else config.quantization,
         threads=threads,
         cache=Path(config.model_dir),
         adapters=adapters,

@@ -43,7 +43,7 @@ def make_draft_model(
     if config.speculative_method != "draft":
         return None
     loaded = load_model_dir(config.speculative_model)
-    _check(loaded.config, target.config, max_model_len)
+    check_draft_model(loaded.config, target.config, max_model_len)
     quantization = "none" if config.speculative_quantization == "auto" else config.speculative_quantization
     own = replace(config, model_dir=config.speculative_model, quantization=quantization)
     return DraftModel(
@@ -53,7 +53,7 @@ def make_draft_model(
     )
 
 
-def _check(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
+def check_draft_model(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
     if drafter.vocab_size != target.vocab_size:
         raise ValueError(
             f"the draft model has {drafter.vocab_size} tokens and the model {target.vocab_size}; "

@@ -230,13 +230,16 @@ def merge_segments_kernel(
     is_segment = segments < NUM_SEGMENTS
     places = (segments.to(tl.int64) * num_tokens + token) * num_heads + head
     lse = tl.load(lse_ptr + places, mask=is_segment, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, axis=0))
+    highest = tl.max(lse, axis=0)
+    # A token without context, as padding has: exp2(-inf - -inf) would be NaN.
+    weights = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
     partial = tl.load(
         partial_ptr + places[:, None] * HEAD_DIM + dims[None, :],
         mask=(is_segment & (weights > 0.0))[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
     )
-    result = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    total = tl.sum(weights, axis=0)
+    result = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     place = (token * num_heads + head) * HEAD_DIM
     tl.store(out_ptr + place + dims, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -267,8 +270,9 @@ def choose_num_segments(num_sequences: int, num_kv_heads: int, max_context_len: 
     if programs == 0 or programs >= 2 * num_processors:
         return 1
     wanted = triton.next_power_of_2(triton.cdiv(2 * num_processors, programs))
-    # A segment shorter than this costs more to merge than it saves.
-    return max(1, min(wanted, 64, max_context_len // 256))
+    # A segment shorter than 256 tokens costs more to merge than it saves. Of powers of two few kernels are compiled.
+    longest = 1 << max(0, (max_context_len // 256).bit_length() - 1)
+    return min(wanted, 64, longest)
 
 
 def paged_attention(
@@ -293,9 +297,9 @@ def paged_attention(
 
     query [tokens, heads, head_dim], tokens any stride apart; key, value [blocks, block_size, kv_heads, head_dim] of the
     query's dtype, or of 8 bits with scales [blocks, block_size, kv_heads] in float32; block_tables [sequences, blocks]
-    int32; begins [sequences + 1] int32: rows of sequence s are begins[s] to begins[s + 1];
-    context_lens [sequences] int32 include them. window: how many latest positions a token sees; num_segments: parts the
-    keys are split into, more than 1 pays for few decodes of long contexts.
+    int32; begins [sequences + 1] int32: rows of sequence s are begins[s] to begins[s + 1]; context_lens [sequences]
+    int32 include them, but for one of 0, whose row is padding. window: how many latest positions a token sees;
+    num_segments: parts the keys are split into, more than 1 pays for few decodes of long contexts.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]

@@ -73,9 +73,14 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
+    def kv_bytes_per_token(self, bytes_per_element: int, num_devices: int = 1) -> int:
+        """Bytes of keys and values of one token over all layers, on each of num_devices; 8 bits have a scale a vector.
+
+        Where there are fewer KV heads than devices, some of these hold the same head.
+        """
+        scale = 4 if bytes_per_element == 1 else 0
+        heads = max(1, self.num_kv_heads // num_devices)
+        return 2 * self.num_layers * heads * (self.head_dim * bytes_per_element + scale)
 
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """What an attention backend must know of each layer, first to last."""

@@ -28,6 +28,7 @@ from paceline_engine.server.options import BadInput, Ports, ServeOptions, bind_p
 CLOSE_TIMEOUT_SECONDS = 3
 # Longer than clients keep an idle connection (the openai client: 5 s), or one could be closed as a request comes in.
 KEEP_ALIVE_SECONDS = 75
+GPU_DRIVER = Path("/dev/nvidiactl")
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,12 @@ def start_core(options: ServeOptions, model: LoadedModel) -> CoreProcess:
     if config.speculative_model:
         drafter = prepare_model(resolve(config.speculative_model), options.cache_dir)
         config = replace(config, speculative_model=str(drafter))
-    try:
-        size_blocks(config, model.config)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+    # What a GPU's memory comes to, only the core finds out.
+    if config.device != "cuda" and not (config.device == "auto" and GPU_DRIVER.exists()):
+        try:
+            size_blocks(config, model.config)
+        except ValueError as error:
+            raise BadInput(str(error)) from error
     return CoreProcess(config)
 
 

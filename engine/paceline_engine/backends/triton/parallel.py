@@ -6,6 +6,8 @@ states and logits. Collectives are queued on the device like kernels, and can be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -23,6 +25,8 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self._group = group
+        # Around each collective of a step, to time it.
+        self.span: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def connect(
@@ -58,13 +62,15 @@ class TensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks, in place."""
-        dist.all_reduce(x, group=self._group)
+        with self.span():
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' x [rows, n] side by side: [rows, size * n]."""
         gathered = x.new_empty((self.size * x.shape[0], x.shape[1]))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group)
+        with self.span():
+            dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group)
         return gathered.view(self.size, *x.shape).movedim(0, 1).flatten(1)
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor, first_token: int) -> torch.Tensor:
@@ -73,3 +79,15 @@ class TensorParallel:
         elsewhere = (places < 0) | (places >= rows.shape[0])
         embedded = F.embedding(places.masked_fill(elsewhere, 0), rows)
         return self.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0.0))
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, in place."""
+        dist.broadcast(x, src=0, group=self._group)
+        return x
+
+    def smallest(self, number: int) -> int:
+        """The least of the ranks' numbers; waited for."""
+        on_gpu = dist.get_backend(self._group) == "nccl"
+        least = torch.tensor([number], dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        return int(least)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline_engine.backends.cpu import CpuBackend
 from paceline_engine.backends.cpu_drafting import make_draft_model
 from paceline_engine.backends.cpu_model import TorchModel
 from paceline_engine.batch import BlockTables, build_batch
@@ -293,7 +292,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(tiny, tmp_path_factory, buil
 def test_the_cpu_device_drafts_as_it_is_configured(tiny, prompts, expected, monkeypatch):
     """The whole backend: a draft model of its own, the model's first layers, its weights in fewer bits."""
     # A tiny model's guess costs as much as a step, so that nobody would want one.
-    monkeypatch.setattr(CpuBackend, "_measure_draft_cost", lambda _: 0.1)
+    monkeypatch.setattr("paceline_engine.backends.cpu.measure_draft_cost", lambda _: 0.1)
     kept: dict[str, int] = {}
     folder = tiny.files[0].parent
     (folder / "tokenizer.json").write_text("{}")

@@ -1,0 +1,129 @@
+"""The ranks of a model that is spread over the GPUs of one pod: a process for each but the first.
+
+Rank 0 is the engine core. It starts the others, which load their part, follow its steps, and end with it. One that
+ends before takes the core with it: the model is gone, and whoever supervises the engine starts it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import partial
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from paceline_engine.backends.triton.device import is_interpreted
+from paceline_engine.backends.triton.parallel import TensorParallel
+from paceline_engine.backends.triton.ranks import Kind, Ranks
+from paceline_engine.config import EngineConfig
+
+CONFIG_VARIABLE = "PACELINE_WORKER_CONFIG"
+
+logger = logging.getLogger(__name__)
+
+
+class Workers:
+    """The other ranks' processes, and what rank 0 reaches them by."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        available = torch.cuda.device_count()
+        if not is_interpreted() and available < size:
+            raise ValueError(
+                f"--tensor-parallel-size {size} needs {size} GPUs, and this process sees {available}; lower it, or "
+                "ask for more nvidia.com/gpu"
+            )
+        self._folder = tempfile.mkdtemp(prefix="paceline-ranks-")
+        address = f"file://{self._folder}/meeting"
+        environment = {**os.environ, CONFIG_VARIABLE: msgspec.json.encode(config).decode()}
+        command = [sys.executable, "-m", "paceline_engine.backends.triton.workers"]
+        self._processes = [
+            subprocess.Popen([*command, str(rank), address, str(os.getpid())], env=environment)
+            for rank in range(1, size)
+        ]
+        self._is_closing = False
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank-{rank}").start()
+        self.device, self.parallel, self.ranks = _meet(0, size, address)
+
+    def close(self) -> None:
+        """Have the other ranks end, and wait for them."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self.ranks.send(Kind.STOP)
+        for process in self._processes:
+            process.wait()
+        self.parallel.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._is_closing:
+            logger.error("rank %d of the model ended with code %d; so does the engine core", rank, code)
+            # The main thread waits in a collective that nobody will join any more.
+            os._exit(1)
+
+
+def _meet(rank: int, size: int, address: str) -> tuple[torch.device, TensorParallel, Ranks]:
+    """This rank's device, its group, and the channel between the hosts' memories."""
+    device = torch.device("cpu")
+    if not is_interpreted():
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    parallel = TensorParallel.connect(rank, size, address=address, device=device)
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return device, parallel, Ranks(group)
+
+
+def follow(config: EngineConfig, rank: int, address: str) -> None:
+    """Load this rank's part and make rank 0's steps until it says stop."""
+    from paceline_engine.backends.triton.resident import Resident
+    from paceline_engine.core_setup import size_blocks
+    from paceline_engine.models.loader import load_model_dir
+
+    device, parallel, ranks = _meet(rank, config.tensor_parallel_size, address)
+    loaded = load_model_dir(config.model_dir)
+    resident = Resident(
+        config,
+        loaded.config,
+        loaded.files,
+        device=device,
+        size=partial(size_blocks, config, loaded.config),
+        parallel=parallel,
+    )
+    while True:
+        message = ranks.receive()
+        match message.kind:
+            case Kind.STOP:
+                break
+            case Kind.SLEEP:
+                resident.release_kv()
+            case Kind.WAKE:
+                resident.allocate_kv()
+            case Kind.STEP:
+                resident.model.follow(message, resident.kv)
+    parallel.close()
+
+
+def main() -> int:
+    """Entry of a rank's process: RANK ADDRESS PARENT_PID."""
+    from paceline_engine.core_process import die_with_parent
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    rank, address, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    die_with_parent(parent)
+    follow(msgspec.json.decode(os.environ[CONFIG_VARIABLE], type=EngineConfig), rank, address)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
