@@ -220,6 +220,9 @@ class Speculative(Part):
         return self
 
 
+GpuShare = Annotated[str, StringConstraints(pattern=r"^(0?\.[0-9]*[1-9][0-9]*|1(\.0+)?)$", max_length=8)]
+
+
 class EngineSpec(Part):
     """The engine that runs the model. Names follow vLLM; the command line has the same names in kebab-case."""
 
@@ -228,6 +231,12 @@ class EngineSpec(Part):
             "!has(self.maxNumBatchedTokens) || !has(self.maxNumSeqs) || self.maxNumBatchedTokens >= self.maxNumSeqs",
             "maxNumBatchedTokens must be at least maxNumSeqs, or running sequences could not all take a step",
             "maxNumBatchedTokens",
+        ),
+        Cel(
+            "!has(self.tensorParallelSize) || self.tensorParallelSize == 1 || (has(self.resources) && "
+            "has(self.resources.limits) && self.resources.limits.exists(name, name.endsWith('/gpu')))",
+            "tensorParallelSize above 1 spreads the model over GPUs, which resources.limits must ask for",
+            "tensorParallelSize",
         ),
     )
 
@@ -254,20 +263,22 @@ class EngineSpec(Part):
     )
     prefix_index: PrefixIndex | None = Field(default=None, description="Index of the prefix cache. Default: hash.")
     enable_prefix_caching: bool | None = Field(default=None, description="Reuse KV of equal prefixes. Default: true.")
-    gpu_memory_utilization: Annotated[Decimal2 | None, Unbuilt("the GPU backend")] = Field(
-        default=None, description="Share of device memory for weights and KV."
+    gpu_memory_utilization: GpuShare | None = Field(
+        default=None, description="Share of a GPU's memory for weights, activations and KV together. Default: 0.9."
     )
     kv_cache_memory: Quantity | None = Field(
-        default=None, description="Memory of the paged KV pool, in bytes. Default: 256Mi."
+        default=None,
+        description="Memory of the paged KV pool, in bytes. Default: what gpuMemoryUtilization leaves of a GPU that "
+        "resources.limits asks for, else 256Mi.",
     )
-    kv_cache_dtype: Annotated[KvCacheDtype | None, Built(("auto",))] = Field(
-        default=None, description="Element type of cached KV. Default: auto, the model's."
+    kv_cache_dtype: KvCacheDtype | None = Field(
+        default=None, description="Element type of cached KV; 8 bits on GPUs only. Default: auto, the model's."
     )
     quantization: Quantization | None = Field(
         default=None, description="Weight-only quantisation at load, a little less exact. Default: none."
     )
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] | None = Field(
-        default=None, description="Devices one replica spans. This version has 1 only. Default: 1."
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] | None = Field(
+        default=None, description="GPUs of one pod that the model is spread over. Default: 1."
     )
     speculative: Speculative | None = Field(default=None, description="Speculative decoding. Default: none.")
     extra_args: (
@@ -284,6 +295,18 @@ class EngineSpec(Part):
         budget, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if budget is not None and sequences is not None and budget < sequences:
             raise PydanticCustomError("budget", "{message}", {"message": self.cel[0].message})
+        return self
+
+    @property
+    def asks_for_gpus(self) -> bool:
+        """Whether the container's limits name a GPU, of any vendor."""
+        limits = self.resources.limits if self.resources is not None else None
+        return any(name.endswith("/gpu") for name in limits or ())
+
+    @model_validator(mode="after")
+    def _parallel_on_gpus(self) -> Self:
+        if (self.tensor_parallel_size or 1) > 1 and not self.asks_for_gpus:
+            raise PydanticCustomError("gpus", "{message}", {"message": self.cel[1].message})
         return self
 
 

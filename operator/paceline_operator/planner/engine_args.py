@@ -91,13 +91,16 @@ def model_claim(service: InferenceService) -> str | None:
 def _tunable(engine: EngineSpec) -> list[str]:
     values: dict[str, object] = {
         "device": "auto",
-        "dtype": "float32",
+        "dtype": "auto",
         "max-model-len": engine.max_model_len,
         "max-num-seqs": engine.max_num_seqs or 64,
         "max-num-batched-tokens": engine.max_num_batched_tokens or max(2048, engine.max_num_seqs or 0),
         "prefill-chunk-tokens": engine.prefill_chunk_tokens or 512,
         "block-size": engine.block_size or 16,
-        "kv-cache-memory": engine.kv_cache_memory or "256Mi",
+        "kv-cache-memory": engine.kv_cache_memory or (None if engine.asks_for_gpus else "256Mi"),
+        "kv-cache-dtype": engine.kv_cache_dtype,
+        "gpu-memory-utilization": engine.gpu_memory_utilization,
+        "tensor-parallel-size": engine.tensor_parallel_size,
         "batching": engine.batching or "continuous",
         "prefix-index": engine.prefix_index or "hash",
         "quantization": engine.quantization or "none",

@@ -87,7 +87,7 @@ def test_every_default_is_on_the_command_line():
         "--drain-timeout=120s",
         "--kv-store-memory=0",
         "--device=auto",
-        "--dtype=float32",
+        "--dtype=auto",
         "--max-num-seqs=64",
         "--max-num-batched-tokens=2048",
         "--prefill-chunk-tokens=512",
@@ -111,6 +111,12 @@ def test_every_default_is_on_the_command_line():
         ({"prefillChunkTokens": 64}, "--prefill-chunk-tokens=64"),
         ({"blockSize": 32}, "--block-size=32"),
         ({"kvCacheMemory": "1Gi"}, "--kv-cache-memory=1Gi"),
+        ({"kvCacheDtype": "fp8"}, "--kv-cache-dtype=fp8"),
+        ({"gpuMemoryUtilization": "0.8"}, "--gpu-memory-utilization=0.8"),
+        (
+            {"tensorParallelSize": 2, "resources": {"limits": {"nvidia.com/gpu": 2}}},
+            "--tensor-parallel-size=2",
+        ),
         ({"batching": "static"}, "--batching=static"),
         ({"prefixIndex": "radix"}, "--prefix-index=radix"),
         ({"enablePrefixCaching": False}, "--no-enable-prefix-caching"),
@@ -123,6 +129,14 @@ def test_every_default_is_on_the_command_line():
 def test_a_field_of_the_engine_becomes_one_flag(engine, flag):
     args = arguments(children(service(engine=engine))["Deployment"])
     assert [item for item in args if item.split("=")[0] == flag.split("=")[0]] == [flag]
+
+
+def test_kv_gets_what_is_left_of_a_gpu_that_the_limits_ask_for():
+    on_gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    args = arguments(children(service(engine=on_gpu))["Deployment"])
+    assert not [item for item in args if item.startswith("--kv-cache-memory")]
+    args = arguments(children(service(engine={**on_gpu, "kvCacheMemory": "8Gi"}))["Deployment"])
+    assert "--kv-cache-memory=8Gi" in args
 
 
 def test_each_traffic_class_becomes_a_flag_in_a_fixed_order():
