@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from paceline_kvstore import codec
 from paceline_kvstore.arena import Bytes
 from paceline_kvstore.disk.catalog import Catalog
 from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
-from paceline_kvstore.disk.segment import PATTERN, Segment, number_of
+from paceline_kvstore.disk.segment import PATTERN, Segment, number_of, path_of, sync_folder
 from paceline_kvstore.errors import CorruptChunk, FolderUnusable, KVStoreError
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.quarantine import Quarantine
@@ -49,11 +50,18 @@ def lock_folder(folder: Path) -> int:
 
 
 def recover(catalog: Catalog, folder: Path, quarantine: Quarantine, *, direct: bool) -> None:
-    """Fill an empty catalog from a folder. Files that are no segments of ours are left alone; bad segments go."""
+    """Fill an empty catalog from a folder. Files that are no segments of ours are left alone; bad segments go.
+
+    Raises FolderUnusable.
+    """
     numbers = sorted(number for path in folder.glob(PATTERN) if (number := number_of(path)) is not None)
     orphans: list[tuple[int, bytes]] = []
+    try:
+        sync_folder(folder)
+    except OSError as error:
+        raise FolderUnusable(f"the KV folder {folder} cannot be synced: {error.strerror}") from None
     for number in numbers:
-        path = folder / f"segment-{number:012d}.kv"
+        path = path_of(folder, number)
         try:
             segment = Segment.open(path, number, direct=direct)
         except OSError as error:
@@ -115,6 +123,8 @@ def _adopt(
         except (OSError, ValueError, KVStoreError) as error:
             reason = error if isinstance(error, KVStoreError) else CorruptChunk(str(error))
             quarantine.add(None, f"{segment.path}:{offset}", reason)
+            with suppress(OSError):
+                segment.kill(offset, record.payload_bytes)
             continue
         end = offset + record.size
         slot = catalog.publish(segment, offset, record)
@@ -124,9 +134,7 @@ def _adopt(
 
 
 def _cut(segment: Segment, end: int) -> None:
-    try:
+    # If that fails the rest stays, counted, until the segment goes.
+    with suppress(OSError):
         segment.truncate(end)
-    except OSError:
-        # Then the rest stays, counted, until the segment goes.
-        return
-    segment.end = end
+        segment.end = end

@@ -75,9 +75,10 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, number: int, *, direct: bool) -> Segment:
-        """A file that is there. OSError, CorruptChunk, UnsupportedVersion."""
+        """A file that is there, in a folder that was synced. OSError, CorruptChunk, UnsupportedVersion."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
         segment = cls(path, fd, number, 0, os.fstat(fd).st_size, direct=direct)
+        segment._name_unsynced = False
         segment.nonce = decode_segment(blockio.read_block(fd, 0), number)
         return segment
 

@@ -76,7 +76,7 @@ class Writer:
                 segment.sync()
             written = True
         except OSError as error:
-            self._failed(error)
+            self.failed(error)
         with self._catalog.lock:
             segment.writers -= 1
             # A tier that was closed meanwhile has no segments.
@@ -113,7 +113,7 @@ class Writer:
                 lost = self._cleaner.free_one(share, before)
             except OSError as error:
                 # Copies need room that a full disk does not have: then without.
-                self._failed(error)
+                self.failed(error)
                 continue
             if lost is not None:
                 with self._catalog.lock:
@@ -135,7 +135,7 @@ class Writer:
             nonce = int.from_bytes(os.urandom(8), "little")
             head = Segment.create(self._folder, self._next_number, nonce, direct=self._direct)
         except OSError as error:
-            self._failed(error)
+            self.failed(error)
             return None
         self._next_number += 1
         with catalog.lock:
@@ -143,8 +143,11 @@ class Writer:
             catalog.active = head
             return head, catalog.promise(head, size)
 
-    def _failed(self, error: OSError) -> None:
-        """Count; a full disk bounds the tier to what it has, anything else stops writing for a while."""
+    def failed(self, error: OSError) -> None:
+        """Count, and write to another file next time.
+
+        A full disk bounds the tier to what it has for a while, anything else stops writing for a while.
+        """
         with self._catalog.lock:
             self._catalog.stats.errors += 1
             self._catalog.active = None
@@ -166,4 +169,4 @@ class Writer:
                     return
             segment.kill(offset, record.payload_bytes)
         except OSError as error:
-            self._failed(error)
+            self.failed(error)

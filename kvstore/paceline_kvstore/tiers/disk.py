@@ -19,7 +19,7 @@ from paceline_kvstore.disk.record import NO_PARENT, PAYLOAD_MAX, Record, record_
 from paceline_kvstore.disk.recovery import lock_folder, recover
 from paceline_kvstore.disk.segment import Segment
 from paceline_kvstore.disk.writer import Writer
-from paceline_kvstore.errors import CorruptChunk, KVStoreError
+from paceline_kvstore.errors import CorruptChunk, FolderUnusable, KVStoreError
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.eviction import nothing_spared
 from paceline_kvstore.quarantine import Quarantine
@@ -71,7 +71,11 @@ class DiskTier:
         self._closed = False
         self._folder_fd = lock_folder(folder)
         self.direct = supports_direct(folder) if options.direct is None else options.direct
-        recover(self._catalog, folder, self.quarantine, direct=self.direct)
+        try:
+            recover(self._catalog, folder, self.quarantine, direct=self.direct)
+        except FolderUnusable:
+            os.close(self._folder_fd)
+            raise
         self._catalog.stats.corrupt = self.quarantine.total
         self._writer = Writer(
             self._catalog,
@@ -286,16 +290,16 @@ class DiskTier:
     def _kill(self, place: Place) -> None:
         try:
             place.segment.kill(place.offset, place.payload_bytes)
-        except OSError:
-            self._count_error()
+        except OSError as error:
+            self._writer.failed(error)
 
     def _sync(self, segments: Sequence[Segment]) -> bool:
         done = True
         for segment in segments:
             try:
                 segment.sync()
-            except OSError:
-                self._count_error()
+            except OSError as error:
+                self._writer.failed(error)
                 done = False
         return done
 
@@ -303,10 +307,6 @@ class DiskTier:
         """Memory on page boundaries: staging, and beyond it pages of its own."""
         extent = self._staging.take(size)
         return np.frombuffer(mmap.mmap(-1, pages(size)), dtype=np.uint8)[:size] if extent is None else extent
-
-    def _count_error(self) -> None:
-        with self._catalog.lock:
-            self._catalog.stats.errors += 1
 
     def _refused(self) -> bool:
         with self._catalog.lock:
