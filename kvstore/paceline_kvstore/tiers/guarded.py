@@ -1,0 +1,172 @@
+"""A tier behind breakers: whatever is wrong with its place, the answer is a miss or "not kept", and it comes soon.
+
+Reads and writes have a breaker each: a place that refuses writes may still be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Protocol, TypeVar, runtime_checkable
+
+from paceline_kvstore.breaker import Breaker, BreakerLimits, Outcome
+from paceline_kvstore.codec import Buffer
+from paceline_kvstore.errors import TierFault
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.stats import TierStats
+from paceline_kvstore.tiers.base import Lease, Tier
+
+_log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+
+@runtime_checkable
+class TimedTier(Protocol):
+    """A tier whose reads can be given the seconds that are left for them; None means its own `read_deadline`."""
+
+    @property
+    def read_deadline(self) -> float: ...
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None: ...
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int: ...
+
+
+class GuardedTier:
+    """Implements `Tier` and never raises for a fault.
+
+    A tier tells of a fault by raising TierFault (or anything but ValueError); one that only counts its faults is
+    judged by how long its calls take. `clock` gives seconds and never goes back.
+    """
+
+    def __init__(
+        self, tier: Tier, limits: BreakerLimits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.tier = tier
+        self._timed: TimedTier | None = tier if isinstance(tier, TimedTier) else None
+        self.reads = Breaker(limits)
+        self.writes = Breaker(limits)
+        self._clock = clock
+        self._lock = Lock()
+
+    def put(
+        self,
+        key: ChunkKey,
+        payload: Buffer,
+        *,
+        parent: ChunkKey | None = None,
+        tenant: str = "",
+        durable: bool = False,
+    ) -> bool:
+        def call() -> bool:
+            return self.tier.put(key, payload, parent=parent, tenant=tenant, durable=durable)
+
+        return self._guard(self.writes, call, False)
+
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
+        """As `Tier.get`; given up after `deadline` seconds where the tier can."""
+
+        def call() -> memoryview | None:
+            return self.tier.get(key) if self._timed is None else self._timed.get(key, deadline=deadline)
+
+        return self._guard(self.reads, call, None)
+
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
+        """As `Tier.read_into`; given up after `deadline` seconds where the tier can."""
+
+        def call() -> int | None:
+            if self._timed is None:
+                return self.tier.read_into(key, target)
+            payload = self._timed.get(key, deadline=deadline)
+            return None if payload is None else copy_into(target, payload)
+
+        return self._guard(self.reads, call, None)
+
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
+        """As `Tier.lease`; given up after `deadline` seconds where the tier can."""
+
+        def call() -> Lease | None:
+            if self._timed is None:
+                return self.tier.lease(key)
+            payload = self._timed.get(key, deadline=deadline)
+            return None if payload is None else Lease(payload)
+
+        return self._guard(self.reads, call, None)
+
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
+        """As `Tier.contains`; given up after `deadline` seconds where the tier can."""
+
+        def call() -> int:
+            return self.tier.contains(keys) if self._timed is None else self._timed.contains(keys, deadline=deadline)
+
+        return self._guard(self.reads, call, 0)
+
+    def delete(self, key: ChunkKey) -> bool:
+        return self._guard(self.writes, lambda: self.tier.delete(key), False)
+
+    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
+        return self._guard(self.writes, lambda: self.tier.clear(namespace=namespace, tenant=tenant), 0)
+
+    def keys(self) -> Iterator[ChunkKey]:
+        return iter(self._guard(self.reads, lambda: list(self.tier.keys()), []))
+
+    def flush(self) -> bool:
+        # Never refused: what was acknowledged must be asked for, however ill the place is.
+        return self._answer(self.tier.flush, False)[0]
+
+    def close(self) -> None:
+        self._answer(self.tier.close, None)
+
+    @property
+    def stats(self) -> TierStats:
+        return self.tier.stats
+
+    @property
+    def bytes_used(self) -> int:
+        return self.tier.bytes_used
+
+    @property
+    def capacity(self) -> int:
+        return self.tier.capacity
+
+    def _guard(self, breaker: Breaker, call: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+        begun = self._clock()
+        with self._lock:
+            ticket = breaker.admit(begun)
+        if ticket is None:
+            return otherwise
+        outcome = Outcome.ERROR
+        try:
+            answer, outcome = self._answer(call, otherwise)
+            return answer
+        except ValueError:
+            outcome = Outcome.OK  # The caller's mistake says nothing of the place.
+            raise
+        finally:
+            now = self._clock()
+            with self._lock:
+                before = breaker.state
+                breaker.record(ticket, outcome, now - begun, now)
+                if breaker.state is not before:
+                    _log.warning("%s: breaker was %s, is %s", type(self.tier).__name__, before, breaker.state)
+
+    def _answer(self, call: Callable[[], _Answer], otherwise: _Answer) -> tuple[_Answer, Outcome]:
+        try:
+            return call(), Outcome.OK
+        except TierFault as fault:
+            _log.debug("%s: %s", type(self.tier).__name__, fault)
+            return otherwise, fault.outcome
+        except ValueError:
+            raise
+        except Exception:
+            _log.exception("%s failed; the answer is a miss", type(self.tier).__name__)
+            return otherwise, Outcome.ERROR
+
+
+def copy_into(target: bytearray | memoryview, payload: memoryview) -> int:
+    """Copy a payload to the front of a buffer; its bytes. ValueError if the buffer is too small."""
+    view = memoryview(target).cast("B")
+    if len(view) < len(payload):
+        raise ValueError(f"the payload has {len(payload)} bytes, the buffer {len(view)}")
+    view[: len(payload)] = payload
+    return len(payload)
