@@ -92,6 +92,27 @@ def read_key(buffer: Buffer) -> ChunkKey:
     return _verified_key(view[:HEADER_BYTES], view[HEADER_BYTES:])
 
 
+def read_header(header: Buffer) -> tuple[ChunkKey, int]:
+    """Key and payload length that a header names, before the checksum is known to be right.
+
+    Raises CorruptChunk or UnsupportedVersion.
+    """
+    view = as_bytes(header)
+    if len(view) < HEADER_BYTES:
+        raise CorruptChunk(f"{len(view)} bytes are too few for a header of {HEADER_BYTES}")
+    magic, version, header_bytes, _, payload_bytes = _PREFIX.unpack(view[: _PREFIX.size])
+    if magic != MAGIC:
+        raise CorruptChunk("the magic number is wrong: these bytes are not a chunk")
+    if version != VERSION:
+        raise UnsupportedVersion(f"the chunk has format version {version}, this reader knows {VERSION}")
+    if header_bytes != HEADER_BYTES:
+        raise CorruptChunk(f"the header says that it has {header_bytes} bytes, it has {HEADER_BYTES}")
+    try:
+        return ChunkKey.from_bytes(view[_PREFIX.size : _KEY_END]), payload_bytes
+    except ValueError as error:
+        raise CorruptChunk(str(error)) from None
+
+
 def as_bytes(buffer: Buffer) -> memoryview:
     """The buffer as flat bytes, no copy. ValueError if it is strided."""
     view = memoryview(buffer)
@@ -108,20 +129,11 @@ def _checksum(fields: bytes | memoryview, payload: memoryview) -> bytes:
 
 def _verified_key(header: memoryview, payload: memoryview) -> ChunkKey:
     """The key that the header names, after everything else was checked."""
-    if len(header) < HEADER_BYTES:
-        raise CorruptChunk(f"{len(header)} bytes are too few for a header of {HEADER_BYTES}")
-    magic, version, header_bytes, _, payload_bytes = _PREFIX.unpack(header[: _PREFIX.size])
-    if magic != MAGIC:
-        raise CorruptChunk("the magic number is wrong: these bytes are not a chunk")
-    if version != VERSION:
-        raise UnsupportedVersion(f"the chunk has format version {version}, this reader knows {VERSION}")
-    if header_bytes != HEADER_BYTES or payload_bytes != len(payload):
+    key, payload_bytes = read_header(header)
+    if payload_bytes != len(payload):
         raise CorruptChunk(
-            f"the header promises {header_bytes} + {payload_bytes} bytes, the buffer has {len(header) + len(payload)}"
+            f"the header promises {HEADER_BYTES} + {payload_bytes} bytes, the buffer has {len(header) + len(payload)}"
         )
     if bytes(header[_CHECKSUM_START:]) != _checksum(header[:_CHECKSUM_START], payload):
         raise CorruptChunk("the checksum does not match")
-    try:
-        return ChunkKey.from_bytes(header[_PREFIX.size : _KEY_END])
-    except ValueError as error:
-        raise CorruptChunk(str(error)) from None
+    return key

@@ -1,13 +1,10 @@
-"""A tiny model folder, a hub over HTTP for the real client, and a real S3 server."""
+"""A tiny model folder, a hub over HTTP for the real client, and a client of the real S3 server."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -162,44 +159,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     return pauses
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-@pytest.fixture(scope="session")
-def s3_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """SeaweedFS with its S3 gateway."""
-    data = tmp_path_factory.mktemp("weed")
-    (data / "s3.json").write_text(json.dumps({"identities": [{
-        "name": "test", "credentials": [{"accessKey": "key", "secretKey": "secret"}], "actions": ["Admin"],
-    }]}))  # fmt: skip
-    ports = {name: _free_port() for name in ("master", "volume", "filer", "s3")}
-    grpc = {name: _free_port() for name in ports}
-    command = [
-        str(Path(sys.executable).parent / "weed"), "-logtostderr=false", f"-logdir={data}", "server", f"-dir={data}",
-        "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.config={data / 's3.json'}", "-volume.max=8",
-        "-master.volumeSizeLimitMB=64", "-master.electionTimeout=1s", "-master.heartbeatInterval=100ms",
-    ]  # fmt: skip
-    for name, port in ports.items():
-        command += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc[name]}"]
-    log = (data / "log").open("w")
-    process = subprocess.Popen(command, stdout=log, stderr=log)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", ports["s3"]), 0.2).close()
-            break
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, (data / "log").read_text()
-            time.sleep(0.05)
-    yield f"http://127.0.0.1:{ports['s3']}"
-    process.kill()  # It takes half a minute to leave when asked.
-    process.wait(30)
-    log.close()
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""When a read that takes long is asked for a second time (Dean and Barroso, "The Tail at Scale", CACM 2013).
+
+After the 95th percentile of the latest reads of that size; at most `share` of all reads, so that a slow server is not
+made slower. Pure: durations are arguments. Not safe for threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+QUANTILE = 0.95
+SAMPLES = 64
+LEAST_SAMPLES = 20
+BURST = 4.0
+
+
+class HedgePolicy:
+    """Live percentiles by size (powers of two) and a budget of second reads."""
+
+    def __init__(self, share: float = 0.03) -> None:
+        if not 0 <= share <= 0.5:
+            raise ValueError(f"the share of hedged reads must be 0 to 0.5, it is {share}")
+        self._share = share
+        self._budget = 0.0
+        self._seconds: dict[int, deque[float]] = {}
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """A read of that size ended well and took `seconds`."""
+        self._seconds.setdefault(num_bytes.bit_length(), deque(maxlen=SAMPLES)).append(seconds)
+
+    def begin(self, num_bytes: int) -> float | None:
+        """A read of that size begins: seconds until a second one is worth asking `spend` for, or None: never."""
+        self._budget = min(self._budget + self._share, BURST)
+        samples = self._seconds.get(num_bytes.bit_length(), ())
+        if len(samples) < LEAST_SAMPLES:
+            return None
+        return sorted(samples)[int(len(samples) * QUANTILE)]
+
+    def spend(self) -> bool:
+        """Take one second read from the budget; False if it is used up."""
+        if self._budget < 1:
+            return False
+        self._budget -= 1
+        return True
