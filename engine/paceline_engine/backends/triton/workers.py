@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from datetime import timedelta
 from functools import partial
 
 import msgspec
@@ -25,6 +26,9 @@ from paceline_engine.backends.triton.ranks import Kind, Ranks
 from paceline_engine.config import EngineConfig
 
 CONFIG_VARIABLE = "PACELINE_WORKER_CONFIG"
+# How long ranks may wait for the next message, which comes when somebody asks for something. That rank 0 is gone, the
+# others hear from the system.
+IDLE = timedelta(days=365)
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +83,7 @@ def _meet(rank: int, size: int, address: str) -> tuple[torch.device, TensorParal
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     parallel = TensorParallel.connect(rank, size, address=address, device=device)
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=IDLE)
     assert isinstance(group, dist.ProcessGroup)
     return device, parallel, Ranks(group)
 
