@@ -10,7 +10,7 @@ FILE ?= manifests/examples/smollm2.yaml
 PORT ?= 8080
 STAMP := $(VENV)/.paceline-installed
 
-.PHONY: help setup up test test-all check kube node e2e gen bench-engine bench-mechanisms bench-skeleton clean
+.PHONY: help setup up test test-all check kube node e2e gen bench-engine bench-mechanisms bench-gpu bench-skeleton clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -55,6 +55,9 @@ bench-engine: $(STAMP) ## Engine speed beside llama.cpp, transformers and the ma
 
 bench-mechanisms: $(STAMP) ## Each mechanism of the engine on and off, as ratios -> benchmarks/results/mechanisms.json
 	$(PY) benchmarks/mechanisms.py
+
+bench-gpu: $(STAMP) ## All that only a GPU can show, at most 8 minutes on an H200 -> benchmarks/results/gpu.json
+	$(PY) benchmarks/gpu.py
 
 bench-skeleton: $(STAMP) ## Start-up times and engine speed on this machine -> benchmarks/results/skeleton.json
 	$(PY) benchmarks/skeleton.py

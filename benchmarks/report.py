@@ -1,8 +1,8 @@
 """Benchmark results as files: JSON with machine facts, and a Markdown table beside it.
 
 Shape: {"name", "commit", "date", "machine", "seed", "rows": [{"case", "metric", "unit", "ours", "peer", "peer_name",
-"ratio"}], "bars": [{"name", "value", "op", "bound", "holds", "reason"}]}. A bar that could not be measured has value
-None, holds False and a reason.
+"ratio"}], "bars": [{"name", "value", "op", "bound", "holds", "reason"}]}, and what a benchmark adds of its own. A bar
+that could not be measured has value None, holds False and a reason.
 """
 
 from __future__ import annotations
@@ -52,15 +52,19 @@ class Bar:
 
 @dataclass
 class Report:
-    """Rows and bars of one benchmark run."""
+    """Rows and bars of one benchmark run. more: further entries of the document."""
 
     name: str
     seed: int = 0
     rows: list[Row] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
+    more: dict[str, object] = field(default_factory=dict)
 
-    def write(self) -> Path:
-        """Writes results/NAME.json and results/NAME.md; returns the JSON's path."""
+    def write(self, path: Path | None = None) -> Path:
+        """Writes the JSON, results/NAME.json unless a path is given, and NAME.md beside it; returns the JSON's path.
+
+        A reader finds the last whole document, whenever this is stopped.
+        """
         document = {
             "name": self.name,
             "commit": _commit(),
@@ -69,11 +73,17 @@ class Report:
             "seed": self.seed,
             "rows": [row.document() for row in self.rows],
             "bars": [bar.document() for bar in self.bars],
+            **self.more,
         }
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{self.name}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
-        path.with_suffix(".md").write_text(self.markdown(document))
+        path = path or RESULTS / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for target, text in (
+            (path, json.dumps(document, indent=1) + "\n"),
+            (path.with_suffix(".md"), self.markdown(document)),
+        ):
+            new = target.with_suffix(f"{target.suffix}.new")
+            new.write_text(text)
+            new.replace(target)
         return path
 
     def markdown(self, document: dict[str, object]) -> str:
@@ -120,8 +130,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def _number(value: object) -> str:
