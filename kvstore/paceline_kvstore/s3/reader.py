@@ -159,7 +159,11 @@ class _Transfer:
 
     def run(self) -> memoryview:
         try:
-            self._plan(self._begin, self._reader.settings.range_bytes if self._span is None else self._span.length)
+            if self._span is None:
+                # What one request of a known size would bring, so that a chunk a little larger than a range is one too.
+                self._begin_part(0, self._reader.settings.range_bytes * 3 // 2)
+            else:
+                self._plan(self._begin, self._span.length)
             while not self._is_planned or not all(part.is_done for part in self._parts):
                 now = time.monotonic()
                 if now >= self._until:
@@ -175,13 +179,17 @@ class _Transfer:
             self._shared.is_over = True
 
     def _plan(self, begin: int, length: int) -> None:
-        step = self._reader.settings.range_bytes
+        """Ask for equal parts of about a range each."""
+        step = -(-length // max(round(length / self._reader.settings.range_bytes), 1))
         for offset in range(begin, begin + length, step):
-            part = _Part(offset, min(step, begin + length - offset))
-            self._parts.append(part)
-            if (delay := self._reader.hedge_delay(part.length)) is not None:
-                part.hedge_at = time.monotonic() + delay
-            self._ask(part, is_hedge=False)
+            self._begin_part(offset, min(step, begin + length - offset))
+
+    def _begin_part(self, offset: int, length: int) -> None:
+        part = _Part(offset, length)
+        self._parts.append(part)
+        if (delay := self._reader.hedge_delay(part.length)) is not None:
+            part.hedge_at = time.monotonic() + delay
+        self._ask(part, is_hedge=False)
 
     def _ask(self, part: _Part, *, is_hedge: bool) -> None:
         part.running += 1

@@ -25,7 +25,7 @@ class S3Settings:
     AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, read again every 20 seconds; else boto3's own chain (environment,
     profile, web identity, instance role). `ca_file` is a PEM file of certificate authorities to trust.
 
-    One get reads ranges of `range_bytes` in parallel, on up to `read_workers` connections in all, and is given up after
+    One get reads ranges of about `range_bytes` in parallel on up to `read_workers` connections and is given up after
     `read_deadline`; the breaker bounds how many are under way. Chunks of up to `pack_chunk_bytes` go into packs of up
     to `pack_bytes`, waiting up to `linger` for company; larger than `multipart_bytes` goes in parts of `part_bytes`.
     Puts wait in a queue of up to `queue_bytes` and for up to `queue_seconds`, written by `write_workers`; `flush` and
