@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import ssl
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -50,11 +52,31 @@ def client(s3_url: str) -> Any:
             time.sleep(0.1)
 
 
+def address(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
 @pytest.fixture
 def proxy(s3_url: str, client: Any) -> Iterator[FaultProxy]:
-    host, _, port = s3_url.removeprefix("http://").partition(":")
-    proxy = FaultProxy((host, int(port)))
+    proxy = FaultProxy(address(s3_url))
     yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def secure(s3_url: str, client: Any, tmp_path: Path) -> Iterator[tuple[FaultProxy, Path]]:
+    """A proxy that speaks HTTPS with a certificate of an authority that nobody knows, and that authority's file."""
+    cert, key = tmp_path / "ca.pem", tmp_path / "key.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+        "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    proxy = FaultProxy(address(s3_url), tls=context)
+    yield proxy, cert
     proxy.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable
@@ -54,9 +55,10 @@ class Fault:
 
 @dataclass
 class FaultProxy:
-    """HTTP/1.1, one request a connection, in an event loop on a thread of its own."""
+    """HTTP/1.1, or with `tls` HTTPS, one request a connection, in an event loop on a thread of its own."""
 
     upstream: tuple[str, int]
+    tls: ssl.SSLContext | None = None
     plan: Callable[[Request], Fault | None] = lambda request: None
     requests: list[Request] = field(default_factory=list)
     url: str = ""
@@ -84,8 +86,8 @@ class FaultProxy:
 
     def _run(self, started: threading.Event) -> None:
         async def serve() -> None:
-            server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
-            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20, ssl=self.tls)
+            self.url = f"{'https' if self.tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             started.set()
             await self._over.wait()
             server.close()

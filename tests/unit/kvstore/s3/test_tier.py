@@ -374,6 +374,15 @@ def test_the_bucket_is_in_the_path_or_the_host(style: bool | None, endpoint: str
     assert asked.partition("?")[0] == url
 
 
+def test_a_private_authority_is_trusted_when_it_is_named(bench: Any, secure: Any, make_key: Key):
+    proxy, authority = secure
+    tier = bench.tier(endpoint=proxy.url, ca_file=authority, range_bytes=4096)
+    assert tier.put(make_key(1), state(1, 20_000), durable=True)
+    assert tier.get(make_key(1)) == state(1, 20_000)
+    with pytest.raises(TierFault, match="certificate"):
+        bench.tier(endpoint=proxy.url).get(make_key(1))
+
+
 def test_uploads_that_died_are_swept(bench: Any, make_key: Key):
     tier = bench.tier()
     assert tier.put(make_key(1), state(1), durable=True)
