@@ -171,7 +171,8 @@ class Bucket:
                 raise TierFault(f"the answer ended after {at} of {len(target)} bytes")
             at += read
             is_fast = time.monotonic() - begun < _FAST_SECONDS
-        answer.read()  # Nothing is left: this returns the connection to the pool.
+        with suppress(Exception):
+            answer.read()  # Nothing is left: this returns the connection to the pool.
 
     def _call(self, method: str, **arguments: Any) -> Any:
         try:

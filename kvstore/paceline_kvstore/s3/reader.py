@@ -25,6 +25,8 @@ from paceline_kvstore.s3.hedge import HedgePolicy
 from paceline_kvstore.s3.pack import PEEK_BYTES, Span
 from paceline_kvstore.s3.settings import S3Settings
 
+_MOMENT = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Peek:
@@ -43,7 +45,8 @@ class Reader:
         self.counts = counts
         self.pool = ThreadPoolExecutor(settings.read_workers, thread_name_prefix="kv-s3-read")
         self._hedges = HedgePolicy(settings.hedge_share)
-        self._hedges_lock = Lock()
+        self._reserved = 0
+        self._lock = Lock()
 
     def read(self, name: str, span: Span | None, until: float) -> memoryview:
         """The bytes of an object's span, or of all of it. `until` is in time.monotonic().
@@ -53,7 +56,7 @@ class Reader:
         try:
             data = _Transfer(self, name, span, until).run()
         except TierFault as fault:
-            self.counts.add(abandoned=int(fault.outcome is Outcome.TIMEOUT and time.monotonic() >= until))
+            self.counts.add(abandoned=int(_ran_out(fault, until)))
             raise
         self.counts.add(bytes_read=len(data))
         return data
@@ -65,6 +68,7 @@ class Reader:
             return [future.result(max(until - time.monotonic(), 0)) for future in futures]
         except TierFault as fault:
             self.counts.add_fault(fault)
+            self.counts.add(abandoned=int(_ran_out(fault, until)))
             raise
         except TimeoutError:
             self.counts.add(abandoned=1, errors=1)
@@ -79,18 +83,26 @@ class Reader:
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """A range of that size came within that time."""
-        with self._hedges_lock:
+        with self._lock:
             self._hedges.observe(num_bytes, seconds)
 
     def hedge_delay(self, num_bytes: int) -> float | None:
         """As `HedgePolicy.begin`."""
-        with self._hedges_lock:
+        with self._lock:
             return self._hedges.begin(num_bytes)
 
     def may_hedge(self) -> bool:
         """As `HedgePolicy.spend`."""
-        with self._hedges_lock:
+        with self._lock:
             return self._hedges.spend()
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Count bytes that a read is about to hold, or gives back if negative; False if they are too many."""
+        with self._lock:
+            if num_bytes > 0 and self._reserved + num_bytes > self.settings.read_bytes:
+                return False
+            self._reserved += num_bytes
+            return True
 
     def _peek(self, name: str, until: float) -> Peek | None:
         size = 0
@@ -110,17 +122,27 @@ class Reader:
         return Peek(bytes(head), size)
 
 
+def _ran_out(fault: TierFault, until: float) -> bool:
+    """Whether a read failed for its deadline; a socket's timeout may end a moment before it."""
+    return fault.outcome is Outcome.TIMEOUT and time.monotonic() >= until - _MOMENT
+
+
 @dataclass(slots=True, eq=False)
 class _Part:
-    """One range, in bytes of the object; times in time.monotonic(), None for never."""
+    """One range, in bytes of the object; times in time.monotonic(), None for never.
+
+    `hedge_after` is in seconds from `begun`, when a thread took the first request up: a wait for a thread of our own
+    says nothing of the server.
+    """
 
     offset: int
     length: int
     tries: int = 0
     is_done: bool = False
     running: int = 0
+    begun: float | None = None
     retry_at: float | None = None
-    hedge_at: float | None = None
+    hedge_after: float | None = None
     scratch: bytearray | None = None
 
 
@@ -140,6 +162,7 @@ class _State:
 
     lock: Lock = field(default_factory=Lock)
     buffer: memoryview | None = None
+    reserved: int = 0
     is_over: bool = False
 
 
@@ -176,7 +199,9 @@ class _Transfer:
                     continue
             return self._assembled()
         finally:
-            self._shared.is_over = True
+            with self._shared.lock:
+                self._shared.is_over = True
+                self._reader.reserve(-self._shared.reserved)
 
     def _plan(self, begin: int, length: int) -> None:
         """Ask for equal parts of about a range each."""
@@ -187,8 +212,7 @@ class _Transfer:
     def _begin_part(self, offset: int, length: int) -> None:
         part = _Part(offset, length)
         self._parts.append(part)
-        if (delay := self._reader.hedge_delay(part.length)) is not None:
-            part.hedge_at = time.monotonic() + delay
+        part.hedge_after = self._reader.hedge_delay(part.length)
         self._ask(part, is_hedge=False)
 
     def _ask(self, part: _Part, *, is_hedge: bool) -> None:
@@ -203,6 +227,7 @@ class _Transfer:
         """On a thread of the pool."""
         scratch: bytearray | None = None
         begun = time.monotonic()
+        part.begun = part.begun or begun
 
         def place(size: int) -> memoryview:
             nonlocal scratch
@@ -228,7 +253,10 @@ class _Transfer:
         if end > size:
             raise CorruptChunk(f"the object has {size} bytes, expected {end} or more")
         with self._shared.lock:
+            if self._shared.is_over:
+                raise Abandoned
             if self._shared.buffer is None:
+                self._reserve(end - self._begin)
                 self._shared.buffer = np.empty(end - self._begin, np.uint8).data
                 if self._span is None:
                     self._events.put(_Event(None))
@@ -237,6 +265,12 @@ class _Transfer:
             raise CorruptChunk("the object changed its size while it was read")
         at = part.offset - self._begin
         return buffer[at : at + part.length]
+
+    def _reserve(self, num_bytes: int) -> None:
+        if not self._reader.reserve(num_bytes):
+            # Not the server's fault, and waiting for memory would cost the deadline: compute.
+            raise TierFault("reads under way hold as many bytes as they may", Outcome.OK, retryable=False)
+        self._shared.reserved = num_bytes
 
     def _take(self, event: _Event) -> None:
         part = event.part
@@ -289,8 +323,8 @@ class _Transfer:
                 part.retry_at = None
                 self._reader.counts.add(retries=1)
                 self._ask(part, is_hedge=False)
-            elif part.hedge_at is not None and now >= part.hedge_at and part.running:
-                part.hedge_at = None
+            elif part.running and now >= self._hedge_at(part, now):
+                part.hedge_after = None
                 if self._reader.may_hedge():
                     self._reader.counts.add(hedges=1)
                     self._ask(part, is_hedge=True)
@@ -299,8 +333,15 @@ class _Transfer:
         times = [self._until]
         for part in self._parts:
             if not part.is_done:
-                times += [at for at in (part.retry_at, part.hedge_at if part.running else None) if at is not None]
+                times.append(part.retry_at or self._until)
+                times.append(self._hedge_at(part, time.monotonic()) if part.running else self._until)
         return min(times)
+
+    def _hedge_at(self, part: _Part, now: float) -> float:
+        """When to think of a second request; for one that waits for a thread, after its delay from now."""
+        if part.hedge_after is None:
+            return float("inf")
+        return (part.begun or now) + part.hedge_after
 
     def _assembled(self) -> memoryview:
         buffer = self._shared.buffer

@@ -26,10 +26,11 @@ class S3Settings:
     profile, web identity, instance role). `ca_file` is a PEM file of certificate authorities to trust.
 
     One get reads ranges of about `range_bytes` in parallel on up to `read_workers` connections and is given up after
-    `read_deadline`; the breaker bounds how many are under way. Chunks of up to `pack_chunk_bytes` go into packs of up
-    to `pack_bytes`, waiting up to `linger` for company; larger than `multipart_bytes` goes in parts of `part_bytes`.
-    Puts wait in a queue of up to `queue_bytes` and for up to `queue_seconds`, written by `write_workers`; `flush` and
-    `close` wait up to `drain_seconds`. `capacity` bounds what this process adds.
+    `read_deadline`; the breaker bounds how many are under way, `read_bytes` what they hold. Chunks of up to
+    `pack_chunk_bytes` go into packs of up to `pack_bytes`, waiting up to `linger` for company; larger than
+    `multipart_bytes` goes in parts of `part_bytes`. Puts wait in a queue of up to `queue_bytes` and for up to
+    `queue_seconds`, written by `write_workers`; `flush` and `close` wait up to `drain_seconds`. `capacity` bounds what
+    this process adds.
     """
 
     bucket: str
@@ -49,6 +50,7 @@ class S3Settings:
     read_deadline: float = 10.0
     read_workers: int = 16
     read_attempts: int = 3
+    read_bytes: int = 512 * MIB
     range_bytes: int = 8 * MIB
     hedge_share: float = 0.03
 
@@ -102,7 +104,7 @@ class S3Settings:
         ):
             if (value := getattr(self, name)) <= 0:
                 raise ValueError(f"{name} must be more than 0 seconds, it is {value}")
-        for name in ("queue_bytes", "pack_chunk_bytes", "capacity", "linger"):
+        for name in ("queue_bytes", "read_bytes", "pack_chunk_bytes", "capacity", "linger"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must not be negative, it is {value}")
         if self.range_bytes < pack.PEEK_BYTES:

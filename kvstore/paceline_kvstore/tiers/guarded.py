@@ -61,7 +61,8 @@ class GuardedTier:
         def call() -> bool:
             return self.tier.put(key, payload, parent=parent, tenant=tenant, durable=durable)
 
-        return self._guard(self.writes, call, False)
+        # One that waits until its chunk is durable may take long without being ill.
+        return self._guard(self.writes, call, False, is_timed=not durable)
 
     def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
         """As `Tier.get`; given up after `deadline` seconds where the tier can."""
@@ -105,10 +106,10 @@ class GuardedTier:
         return self._guard(self.writes, lambda: self.tier.delete(key), False)
 
     def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
-        return self._guard(self.writes, lambda: self.tier.clear(namespace=namespace, tenant=tenant), 0)
+        return self._guard(self.writes, lambda: self.tier.clear(namespace=namespace, tenant=tenant), 0, is_timed=False)
 
     def keys(self) -> Iterator[ChunkKey]:
-        return iter(self._guard(self.reads, lambda: list(self.tier.keys()), []))
+        return iter(self._guard(self.reads, lambda: list(self.tier.keys()), [], is_timed=False))
 
     def flush(self) -> bool:
         # Never refused: what was acknowledged must be asked for, however ill the place is.
@@ -129,7 +130,9 @@ class GuardedTier:
     def capacity(self) -> int:
         return self.tier.capacity
 
-    def _guard(self, breaker: Breaker, call: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+    def _guard(
+        self, breaker: Breaker, call: Callable[[], _Answer], otherwise: _Answer, *, is_timed: bool = True
+    ) -> _Answer:
         begun = self._clock()
         with self._lock:
             ticket = breaker.admit(begun)
@@ -146,7 +149,7 @@ class GuardedTier:
             now = self._clock()
             with self._lock:
                 before = breaker.state
-                breaker.record(ticket, outcome, now - begun, now)
+                breaker.record(ticket, outcome, now - begun if is_timed else 0.0, now)
                 if breaker.state is not before:
                     _log.warning("%s: breaker was %s, is %s", type(self.tier).__name__, before, breaker.state)
 

@@ -105,6 +105,15 @@ def test_a_slow_place_is_left_alone():
     assert place.asked == LIMITS.least
 
 
+def test_a_put_that_waits_to_be_durable_is_not_held_against_the_place():
+    tier, place = guarded()
+    place.seconds = LIMITS.slow_seconds
+    for _ in range(10):
+        assert tier.put(KEY, b"state", durable=True) is False  # Memory is never durable.
+        tier.clear()
+    assert place.asked == 10
+
+
 def test_it_comes_back_by_itself():
     tier, place = guarded()
     place.put(KEY, b"state")

@@ -35,9 +35,9 @@ class Request:
 class Fault:
     """What happens to a request. `status` and `code`: that answer. `refuse`: a reset at once. `hang`: no answer.
 
-    `cut`: the answer's body ends after so many bytes, by a reset if `reset`. `flip`: that byte of the body is changed.
-    `pause`: seconds before each KiB of the body. `swallow`: the server gets the request, its answer is lost. `late`:
-    seconds before the request is passed on.
+    `cut`: the answer's body ends after so many bytes, by a reset if `reset`. `stall`: it stops there. `flip`: that byte
+    of the body is changed. `pause`: seconds before each KiB of the body. `swallow`: the server gets the request, its
+    answer is lost.
     """
 
     status: int = 0
@@ -47,10 +47,10 @@ class Fault:
     hang: bool = False
     cut: int | None = None
     reset: bool = False
+    stall: int | None = None
     flip: int | None = None
     pause: float = 0.0
     swallow: bool = False
-    late: float = 0.0
 
 
 @dataclass
@@ -116,7 +116,6 @@ class FaultProxy:
                 return self._reset(writer)
             if fault.status:
                 return await self._answer(fault, reader, writer, headers)
-            await asyncio.sleep(fault.late)
             await self._forward(fault, head, headers, reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
@@ -178,6 +177,9 @@ class FaultProxy:
                 writer.write(data[: fault.cut - at])
                 await writer.drain()
                 return self._reset(writer) if fault.reset else None
+            if fault.stall is not None and at + len(data) > fault.stall:
+                writer.write(data[: fault.stall - at])
+                await self._over.wait()
             writer.write(data)
             await writer.drain()
             at += len(data)

@@ -36,6 +36,7 @@ READ_FAULTS = {
     "a changed byte": Fault(flip=20_000),
     "a hang": Fault(hang=True),
     "a trickle": Fault(pause=0.05),
+    "a stall": Fault(stall=30_000),
 }
 WRITE_FAULTS = {
     "500": Fault(500),
@@ -142,13 +143,34 @@ def test_a_read_past_its_deadline_is_given_up(what: str, faulty: Any, proxy: Fau
     assert guard.get(make_key(1), deadline=30.0) == STATE
 
 
+def test_a_read_that_is_given_up_frees_its_connection(faulty: Any, proxy: FaultProxy, make_key: Key):
+    assert faulty.tier().put(make_key(1), STATE, durable=True)
+    guard, _, _ = guarded(faulty, read_workers=1, read_timeout=500.0)
+    proxy.plan = lambda request: Fault(stall=30_000)
+    assert guard.get(make_key(1), deadline=0.2) is None
+    proxy.heal()
+    assert guard.get(make_key(1), deadline=30.0) == STATE
+
+
+def test_reads_hold_only_so_many_bytes(faulty: Any, proxy: FaultProxy, make_key: Key):
+    writer = faulty.tier()
+    assert writer.put(make_key(1), STATE, durable=True) and writer.put(make_key(2), b"small", durable=True)
+    guard, _, _ = guarded(faulty, read_bytes=len(STATE))
+    assert [guard.get(make_key(1)) for _ in range(10)] == [None] * 10  # By its header one byte too large.
+    assert guard.get(make_key(2)) == b"small"
+    assert guard.reads.state is State.CLOSED
+    guard, _, _ = guarded(faulty, read_bytes=len(STATE) + HEADER_BYTES)
+    for _ in range(3):  # What a read held is given back.
+        assert guard.get(make_key(1)) == STATE
+
+
 def test_a_straggler_is_overtaken_by_a_second_read(faulty: Any, proxy: FaultProxy, make_key: Key):
     assert faulty.tier().put(make_key(1), STATE, durable=True)
     tier = faulty.tier(range_bytes=RANGE, hedge_share=0.5)
     for _ in range(20):
         assert tier.get(make_key(1)) == STATE
     before = tier.stats
-    for nth, fault in enumerate([Fault(hang=True), Fault(pause=0.2), Fault(hang=True)]):
+    for nth, fault in enumerate([Fault(hang=True), Fault(pause=0.2), Fault(stall=500)]):
         proxy.plan = of({nth: fault}, lambda request: request.is_get)
         assert tier.get(make_key(1), deadline=60.0) == STATE
     assert tier.stats.hedges_won - before.hedges_won >= 3
