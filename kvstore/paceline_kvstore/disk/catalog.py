@@ -33,6 +33,10 @@ class Place:
     offset: int
     payload_bytes: int
 
+    def kill(self) -> None:
+        """Mark the record dead, so that no later scan brings it back. OSError."""
+        self.segment.kill(self.offset, self.payload_bytes)
+
 
 class Catalog:
     """Not thread-safe: hold `lock` around every call and every look at a field."""
@@ -84,21 +88,23 @@ class Catalog:
         index = self.index
         return Place(self.segments[index.segment[slot]], index.block[slot] * BLOCK, index.payload_bytes[slot])
 
-    def publish(self, segment: Segment, offset: int, record: Record) -> int:
-        """The record can be found from now on, instead of an older one of its key; its slot, NONE if it is too old.
+    def publish(self, segment: Segment, offset: int, record: Record) -> tuple[int, Place | None]:
+        """The record can be found from now on. Its slot, and a record that must be killed for it, if any.
 
-        The age counts on the steady clock from here on. A date in the future says nothing about the age, so with a
-        time to live the record does not count.
+        That is an older one of the same key, or the record itself if it is too old: then the slot is NONE. The age
+        counts on the steady clock from here on. A date in the future says nothing about the age, so with a time to
+        live such a record does not count.
         """
         age_s = self._clocks.wall() - record.stored_ms / 1000
         if self._ttl_s is not None and not -CLOCK_TOLERANCE_S <= age_s < self._ttl_s:
-            return NONE
+            return NONE, Place(segment, offset, record.payload_bytes)
         born = self._seconds() - min(max(0, int(age_s)), 2**30)
         held = self.index.find(record.key)
+        older = self.place(held) if held else None
         if held and self.index.payload_bytes[held] == record.payload_bytes:
             self.move(held, segment, offset)
             self.index.born[held] = born
-            return held
+            return held, older
         if held:
             self.forget(held)
         slot = self.index.add(
@@ -112,7 +118,7 @@ class Catalog:
         )
         segment.live += record.size
         segment.slots.append(slot)
-        return slot
+        return slot, older
 
     def move(self, slot: int, segment: Segment, offset: int) -> None:
         """The record of a slot was copied to another place."""
@@ -127,12 +133,13 @@ class Catalog:
         self.segments[self.index.segment[slot]].live -= record_bytes(self.index.payload_bytes[slot])
         self.index.remove(slot)
 
-    def forget_subtree(self, slot: int) -> int:
-        """Forget a chunk with all that follow it, which are no use without it; how many they were."""
+    def forget_subtree(self, slot: int) -> list[Place]:
+        """Forget a chunk with all that follow it, which are no use without it; where they were."""
         doomed = list(self.index.subtree(slot))
+        places = [self.place(follower) for follower in doomed]
         for follower in reversed(doomed):
             self.forget(follower)
-        return len(doomed)
+        return places
 
     def slots_of(self, segment: Segment) -> list[int]:
         """Slots whose record lies in a segment, in order of their being found."""

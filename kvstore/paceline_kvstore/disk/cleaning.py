@@ -154,7 +154,7 @@ class Cleaner:
 
     def _remove(self, segment: Segment) -> int:
         catalog = self._catalog
-        lost = 0
+        lost: list[Place] = []
         with catalog.lock:
             for slot in catalog.slots_of(segment):
                 # A subtree may have taken it along already.
@@ -163,4 +163,7 @@ class Cleaner:
             if segment.number in catalog.segments:
                 catalog.remove_segment(segment)
         segment.unlink()
-        return lost
+        for place in lost:
+            if place.segment is not segment:
+                place.kill()
+        return len(lost)

@@ -7,6 +7,7 @@ read and checked here; all others when they are asked for. Parents are linked wh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -64,12 +65,8 @@ def recover(catalog: Catalog, folder: Path, quarantine: Quarantine, *, direct: b
         path = path_of(folder, number)
         try:
             segment = Segment.open(path, number, direct=direct)
-        except OSError as error:
-            quarantine.add(None, str(path), CorruptChunk(f"the segment cannot be read: {error.strerror}"))
-            continue
-        except KVStoreError as error:
-            quarantine.add(None, str(path), error)
-            path.unlink(missing_ok=True)
+        except (OSError, KVStoreError) as error:
+            _give_up(path, error, quarantine)
             continue
         end = _adopt(catalog, segment, quarantine, orphans, check_payloads=number == numbers[-1])
         if number == numbers[-1]:
@@ -127,10 +124,23 @@ def _adopt(
                 segment.kill(offset, record.payload_bytes)
             continue
         end = offset + record.size
-        slot = catalog.publish(segment, offset, record)
+        slot, dead = catalog.publish(segment, offset, record)
+        if dead is not None:
+            with suppress(OSError):
+                dead.kill()
         if slot and record.parent != NO_PARENT and not catalog.index.parent[slot]:
             orphans.append((slot, record.parent))
     return end
+
+
+def _give_up(path: Path, error: OSError | KVStoreError, quarantine: Quarantine) -> None:
+    """A segment that is bad or lies on bad blocks goes. FolderUnusable if this process merely cannot open it."""
+    if isinstance(error, OSError) and error.errno != errno.EIO:
+        raise FolderUnusable(f"the KV segment {path} cannot be opened: {error.strerror}") from None
+    reason = CorruptChunk(f"the segment cannot be read: {error.strerror}") if isinstance(error, OSError) else error
+    quarantine.add(None, str(path), reason)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _cut(segment: Segment, end: int) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from threading import Lock
 
 from paceline_kvstore.arena import Bytes
-from paceline_kvstore.disk.catalog import Catalog, Clocks
+from paceline_kvstore.disk.catalog import Catalog, Clocks, Place
 from paceline_kvstore.disk.cleaning import Cleaner
+from paceline_kvstore.disk.index import NONE
 from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
 from paceline_kvstore.disk.segment import Segment
 from paceline_kvstore.keys import ChunkKey
@@ -77,15 +78,25 @@ class Writer:
             written = True
         except OSError as error:
             self.failed(error)
+        slot, dead = NONE, None
         with self._catalog.lock:
             segment.writers -= 1
             # A tier that was closed meanwhile has no segments.
             if written and segment.number in self._catalog.segments:
-                self._catalog.stats.puts += 1
-                return bool(self._catalog.publish(segment, offset, record))
+                slot, dead = self._catalog.publish(segment, offset, record)
+                self._catalog.stats.puts += bool(slot)
         if not written:
             self._withdraw(segment, offset, record)
-        return False
+        elif dead is not None:
+            self.kill(dead)
+        return bool(slot)
+
+    def kill(self, place: Place) -> None:
+        """Mark a record dead; a device that does not take it is counted."""
+        try:
+            place.kill()
+        except OSError as error:
+            self.failed(error)
 
     def shrink(self) -> None:
         """Evict until the bound holds, as after a restart with a smaller one."""

@@ -181,7 +181,7 @@ class DiskTier:
                 return False
             place = self._catalog.place(slot)
             self._catalog.forget(slot)
-        self._kill(place)
+        self._writer.kill(place)
         return True
 
     def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
@@ -195,7 +195,7 @@ class DiskTier:
             for slot in slots:
                 catalog.forget(slot)
         for place in places:
-            self._kill(place)
+            self._writer.kill(place)
         return len(places)
 
     def keys(self) -> Iterator[ChunkKey]:
@@ -268,7 +268,7 @@ class DiskTier:
                 return catalog.place(slot)
             else:
                 return None
-        self._kill(place)
+        self._writer.kill(place)
         return None
 
     def _drop_bad(self, wire: bytes, place: Place, key: ChunkKey, error: OSError | KVStoreError) -> None:
@@ -285,13 +285,7 @@ class DiskTier:
                 self._catalog.stats.corrupt += 1
         if isinstance(error, KVStoreError):
             self.quarantine.add(key, f"{place.segment.path}:{place.offset}", error)
-        self._kill(place)
-
-    def _kill(self, place: Place) -> None:
-        try:
-            place.segment.kill(place.offset, place.payload_bytes)
-        except OSError as error:
-            self._writer.failed(error)
+        self._writer.kill(place)
 
     def _sync(self, segments: Sequence[Segment]) -> bool:
         done = True

@@ -218,6 +218,21 @@ def test_a_released_lease_is_unusable():
         bytes(lease.payload)
 
 
+def test_a_leased_chunk_is_never_evicted():
+    tier = MemoryTier(3 * PAGE)
+    tier.put(key(0), b"leased")
+    lease = tier.lease(key(0))
+    assert lease is not None
+    for number in range(1, 20):
+        assert tier.put(key(number), bytes(10))
+    assert key(0) in tier
+    assert tier.stats.evictions == 17
+    lease.release()
+    for number in range(20, 40):
+        assert tier.put(key(number), bytes(10))
+    assert key(0) not in tier
+
+
 def test_room_is_never_made_by_evicting_what_comes_before_in_the_chain():
     tier = MemoryTier(2 * PAGE)
     assert tier.put(key(1), b"1")

@@ -77,6 +77,9 @@ def check(folder: Path, intact: set[int]) -> None:
     """All of `intact` are served, nothing is wrong, and the tier works on, across another restart."""
     with opened(folder) as tier:
         tier.check_integrity()
+        assert sum(path.stat().st_size for path in folder.glob("segment-*")) == tier.bytes_used, (
+            "no rest is left uncounted"
+        )
         for number in range(len(SIZES)):
             payload = tier.get(key(number))
             assert payload == payload_of(number) or (payload is None and number not in intact), number
