@@ -10,7 +10,7 @@ FILE ?= manifests/examples/smollm2.yaml
 PORT ?= 8080
 STAMP := $(VENV)/.paceline-installed
 
-.PHONY: help setup up test test-all check kube node e2e gen bench-engine bench-mechanisms bench-gpu bench-skeleton clean
+.PHONY: help setup up test test-all check kube node e2e gen bench-engine bench-gpu bench-kv bench-mechanisms bench-skeleton clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -52,6 +52,9 @@ gen: $(STAMP) ## Write the generated files: CRDs, reference pages
 
 bench-engine: $(STAMP) ## Engine speed beside llama.cpp, transformers and the machine's roof
 	$(PY) benchmarks/engine.py
+
+bench-kv: $(STAMP) ## Memory and disk tiers of the KV store beside memcpy and the raw device -> benchmarks/results/kv.json
+	$(PY) benchmarks/kv.py
 
 bench-mechanisms: $(STAMP) ## Each mechanism of the engine on and off, as ratios -> benchmarks/results/mechanisms.json
 	$(PY) benchmarks/mechanisms.py
