@@ -26,9 +26,11 @@ class Counted:
         self.output = row.token_ids[row.num_prompt_tokens :]
         self.is_new = True
 
-    def changes(self, num_output: int, vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """(places in the flat table, what to add there) before a launch behind `num_output` output tokens."""
+    def changes(self, num_output: int, vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
+        """(places in the flat table, what to add there) before a launch behind `num_output` output tokens, if any."""
         untaken = self.output[num_output:]
+        if not self.is_new and not untaken:
+            return None
         del self.output[num_output:]
         if not self.is_new:
             return _places(self.slot, untaken, vocab_size), np.full(len(untaken), -2, dtype=np.int32)
@@ -58,18 +60,18 @@ class PenaltyCounts:
     def pack(self, launched: Iterable[tuple[Counted, int]]) -> dict[str, Array]:
         """For `update`: what must change before penalised requests are launched behind so many output tokens."""
         new: list[int] = []
-        places: list[npt.NDArray[np.int64]] = []
-        steps: list[npt.NDArray[np.int32]] = []
+        changes: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]] = []
         for counted, num_output in launched:
             if counted.is_new:
                 new.append(counted.slot)
             change = counted.changes(num_output, self._shape[1])
-            places.append(change[0])
-            steps.append(change[1])
+            if change is not None:
+                changes.append(change)
         arrays: dict[str, Array] = {}
         if new:
             arrays["new_slots"] = np.array(new, dtype=np.int64)
-        if any(map(len, places)):
+        if changes:
+            places, steps = zip(*changes, strict=True)
             arrays |= {"count_places": np.concatenate(places), "count_steps": np.concatenate(steps)}
         return arrays
 

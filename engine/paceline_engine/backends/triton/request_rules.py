@@ -50,12 +50,12 @@ class RequestRules:
     def __init__(self, row: Row, vocab_size: int) -> None:
         self._row = row
         banned, held = row.banned_ids.tolist(), row.held_ids.tolist()
-        self._free = Biases.of(row.sampling.logit_bias, banned)
-        self._held = Biases.of(row.sampling.logit_bias, banned + held)
-        self._allowed = None if row.allowed_ids is None else _packed(row.allowed_ids, vocab_size)
+        allowed = None if row.allowed_ids is None else _packed(row.allowed_ids, vocab_size)
+        self._free = PositionRules(Biases.of(row.sampling.logit_bias, banned), allowed)
+        self._held = PositionRules(Biases.of(row.sampling.logit_bias, banned + held), allowed)
         self.held_until = row.sampling.min_tokens if held else 0
         self.needs_tokens = row.matcher is not None or bool(row.bad_sequences)
-        self.are_empty = not self.needs_tokens and self._allowed is None and len(self._free.ids) == 0
+        self.are_empty = not self.needs_tokens and allowed is None and len(self._free.biases.ids) == 0
 
     def verified(self, num_output: int, guesses: Sequence[int]) -> list[PositionRules]:
         """Of the position behind `num_output` output tokens, and behind each of the guesses.
@@ -75,9 +75,10 @@ class RequestRules:
 
     def _at(self, num_output: int) -> PositionRules:
         """Where tokens are needed, the row stands behind `num_output` of them."""
-        biases, mask = self._held if num_output < self.held_until else self._free, self._allowed
+        rules = self._held if num_output < self.held_until else self._free
         if not self.needs_tokens:
-            return PositionRules(biases, mask)
+            return rules
+        biases, mask = rules.biases, rules.mask
         bans = self._row.sequence_bans()
         if bans:
             biases = Biases.of(zip(biases.ids.tolist(), biases.values.tolist(), strict=True), bans)

@@ -48,9 +48,11 @@ class _Packed:
     def add(self, shares: Shares, request: int, rules: RequestRules) -> None:
         found = rules.verified(int(shares.num_output[request]), shares.guesses[request])
         for at, position in enumerate(found, int(shares.begins[request])):
-            self._lengths[at + 1] = len(position.biases.ids)
-            self._ids.append(position.biases.ids)
-            self._values.append(position.biases.values)
+            biases = position.biases
+            if len(biases.ids) > 0:
+                self._lengths[at + 1] = len(biases.ids)
+                self._ids.append(biases.ids)
+                self._values.append(biases.values)
             if position.mask is not None:
                 if not self._masks or self._masks[-1] is not position.mask:
                     self._masks.append(position.mask)

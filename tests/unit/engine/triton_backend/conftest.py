@@ -1,6 +1,6 @@
 """Kernels run through Triton's interpreter here, on the CPU; it is chosen when a kernel's module is imported.
 
-Also makes the helpers of the kernels' tests and those beside this file importable: tests have no packages.
+Also makes helpers importable, of the kernels' and models' tests and beside this file: tests have no packages.
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("kernels", "model")]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from packed import MODULUS
+from packed import MODULUS, CountingDown
 from twins import EOS, Twins
 
 from paceline_engine.sampling.sampler import distribution
@@ -42,6 +42,12 @@ SETTINGS = st.fixed_dictionaries(
 REQUESTS = st.builds(operator.or_, SETTINGS, CUTS)
 
 
+def counting_down(output: list[int]) -> CountingDown:
+    matcher = CountingDown(VOCAB_SIZE)
+    matcher.path = output
+    return matcher
+
+
 class Schedule:
     """Steps drawn at random: who runs, what is guessed, what is taken, who is preempted or new."""
 
@@ -53,8 +59,11 @@ class Schedule:
 
     def admit(self, sampling: dict[str, Any]) -> None:
         # Few different tokens, so that words and penalties meet what is drawn.
+        sampling = dict(sampling)
+        matcher = counting_down if sampling.pop("grammar") else None
         prompt = [self.random.randrange(10) for _ in range(self.random.randint(1, 8))]
-        self.twins.admit(str(self.num_admitted), prompt, seed=self.random.getrandbits(64), **sampling)
+        seed = self.random.getrandbits(64)
+        self.twins.admit(str(self.num_admitted), prompt, matcher=matcher, seed=seed, **sampling)
         self.num_admitted += 1
 
     def step(self) -> None:
@@ -89,7 +98,7 @@ class Schedule:
                 last = EOS
             elif row.greedy:
                 last = int(values.argmax()) if choice < 0.7 else self.random.randrange(10)
-            elif request.grammar and choice < 0.7:
+            elif request.matcher is not None and choice < 0.7:
                 last = (last - 1) % MODULUS + MODULUS
             else:
                 last = int(self.numbers.choice(VOCAB_SIZE, p=q / q.sum(dtype=np.float64)))

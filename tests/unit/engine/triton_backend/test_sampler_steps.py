@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from packed import make_row
+from tiny_grammars import Compiler
 from triton.runtime import interpreter
 from twins import CPU, EOS, Twins, assert_same, assert_same_logprobs
 
@@ -85,6 +88,66 @@ def test_guesses_that_the_scheduler_does_not_take_are_not_counted():
     # Each is chosen unless it was counted.
     close[0, [7, 8, 9, 10]] = torch.tensor([2.2, 2.1, 1.9, 1.8])
     assert twins.step(close, {})[0].token_ids == (9,)
+
+
+def test_output_from_before_a_preemption_is_counted_like_any():
+    twins = Twins(VOCAB_SIZE, max_num_seqs=1)
+    request = twins.admit("a", [1, 7, 7], ignore_eos=True, repetition_penalty=1.1, frequency_penalty=1.0)
+    request.known += [8, 8, 9]
+    twins.preempt("a")
+    logits = torch.zeros(1, VOCAB_SIZE)
+    # 2.0 after the penalties: twice in the output, once in the output, in the prompt alone.
+    logits[0, [8, 9, 7]] = torch.tensor([4.4, 3.3, 2.2])
+    for token_id in (7, 8, 9):
+        likely = logits.clone()
+        likely[0, token_id] += 0.01
+        assert twins.step(likely, {})[0].token_ids == (token_id,)
+
+
+def test_a_guess_counts_for_the_positions_behind_it():
+    twins = Twins(VOCAB_SIZE, max_num_seqs=2)
+    twins.admit("a", [1], ignore_eos=True, frequency_penalty=1.0)
+    twins.admit("b", [1], ignore_eos=True)
+    logits = torch.zeros(2, 3, VOCAB_SIZE)
+    logits[:, :, [7, 8]] = torch.tensor([2.0, 1.5])
+    results = twins.step(logits.flatten(0, 1), {"a": [7, 8], "b": [7, 8]})
+    assert [result.token_ids for result in results] == [(7, 8, 7), (7, 7)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_follows_a_guess_that_ends_the_output(temperature):
+    """Not even an error of the logits behind it. At a temperature the guess is decided by p and q."""
+    twins = Twins(VOCAB_SIZE, max_num_seqs=1)
+    twins.admit("a", [1], temperature=temperature)
+    logits = torch.zeros(4, VOCAB_SIZE)
+    logits[0, 7] = logits[1, EOS] = 30.0
+    logits[2:, 5] = torch.nan
+    if temperature > 0.0:
+        twins.draft("a", [7, EOS, 9], torch.softmax(logits[[0, 1, 0]], -1).numpy())
+    assert twins.step(logits, {"a": [7, EOS, 9]})[0].token_ids == (7, EOS)
+
+
+def test_a_grammars_own_masks_and_forced_tokens():
+    """xgrammar's, with guesses in it and with one that it refuses."""
+    compiler = Compiler(199)
+    grammar = compiler.regex("(ab|ac)*true")
+    twins = Twins(199, max_num_seqs=2)
+    for request_id in ("a", "b"):
+        matcher = partial(compiler.matcher, grammar, [])
+        twins.admit(request_id, [1], matcher=matcher, temperature=1.5, stop_token_ids=(1,))
+    guesses = {"a": compiler.ids("abac"), "b": compiler.ids("a+b")}
+    texts = {"a": "", "b": ""}
+    generator = torch.Generator().manual_seed(2)
+    while twins.requests:
+        logits = torch.randn(sum(len(guesses[each]) + 1 for each in twins.requests), 199, generator=generator)
+        for result in twins.step(logits, guesses):
+            twins.take(result)
+            texts[result.request_id] += compiler.text(result.token_ids)
+            request = twins.requests[result.request_id]
+            guesses[result.request_id] = request.rows[0].matcher.forced_tokens(4)
+            if request.has_ended:
+                twins.release(result.request_id)
+    assert all(re.fullmatch("(ab|ac)*true(</s>|<.end.>)", text) for text in texts.values()), texts
 
 
 def test_a_slot_has_nothing_left_of_the_request_before():

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packed import CountingDown
 
 from paceline_engine.backends.triton.sampler import TritonSampler
 from paceline_engine.core.outputs import AdmittedRequest, ScheduledRequest, StepResult
 from paceline_engine.messages import SamplingParams, TokenLogprobs
-from paceline_engine.sampling.row import Row
+from paceline_engine.sampling.row import Matcher, Row
 from paceline_engine.sampling.sampler import Sampler
 from paceline_engine.sampling.speculation import Drafts
 
@@ -25,11 +24,11 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Request:
-    """What the scheduler knows of it: `known` tokens, and its row on either device."""
+    """What the scheduler knows of it: `known` tokens, and its row on either device. matcher: after some output."""
 
     prompt: list[int]
     known: list[int]
-    grammar: bool
+    matcher: Callable[[list[int]], Matcher] | None
     sampling: SamplingParams
     rows: list[Row]
 
@@ -45,9 +44,16 @@ class Twins:
         self.device = TritonSampler(vocab_size, max_num_seqs, CPU, lenience)
         self.requests: dict[str, Request] = {}
 
-    def admit(self, request_id: str, prompt: Sequence[int], *, grammar: bool = False, **sampling: Any) -> Request:
+    def admit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        matcher: Callable[[list[int]], Matcher] | None = None,
+        **sampling: Any,
+    ) -> Request:
         params = SamplingParams(max_tokens=100, **sampling)
-        self.requests[request_id] = Request(list(prompt), list(prompt), grammar, params, [])
+        self.requests[request_id] = Request(list(prompt), list(prompt), matcher, params, [])
         self._begin(request_id)
         return self.requests[request_id]
 
@@ -68,9 +74,7 @@ class Twins:
         self.device.admit(request.rows[1])
 
     def _make_row(self, request_id: str, request: Request) -> Row:
-        matcher = CountingDown(self.vocab_size) if request.grammar else None
-        if matcher is not None:
-            matcher.path = request.known[len(request.prompt) :]
+        matcher = request.matcher and request.matcher(request.known[len(request.prompt) :])
         admitted = AdmittedRequest(
             request_id=request_id,
             token_ids=tuple(request.known),
