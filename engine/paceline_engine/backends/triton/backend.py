@@ -15,6 +15,7 @@ from paceline_engine.backends.triton.device import is_interpreted
 from paceline_engine.backends.triton.ranks import Kind
 from paceline_engine.backends.triton.resident import Resident
 from paceline_engine.backends.triton.sampler import TritonSampler
+from paceline_engine.backends.triton.sampler_warm_up import warm_up_sampler
 from paceline_engine.backends.triton.timing import step_timer
 from paceline_engine.backends.warm_up import measure_draft_cost, warm_up
 from paceline_engine.config import EngineConfig
@@ -77,6 +78,8 @@ class TritonBackend:
         has_store = config.kv_store_bytes > 0 and self._workers is None
         self._store = KVTransfer(kv, self._tier, namespace_digest) if has_store else None
         warm_up(self._runner)
+        if not is_interpreted():
+            warm_up_sampler(sampler, model.vocab_size, device)
         self._draft_cost = None if drafts is None else measure_draft_cost(self._runner)
 
     @property
