@@ -103,13 +103,15 @@ class Schedule:
             else:
                 last = int(self.numbers.choice(VOCAB_SIZE, p=q / q.sum(dtype=np.float64)))
             tokens.append(last)
-        if tokens and not row.greedy and self.random.random() < 0.5:
+        # What q excludes isn't drawn from it. Refused where p is q, rounding alone would choose its replacement.
+        could_be = all(q[token_id] > 0.0 for q, token_id in zip(drawn_from, tokens, strict=True))
+        if tokens and could_be and not row.greedy and self.random.random() < 0.5:
             self.twins.draft(request_id, tokens, np.stack(drawn_from))
         return tokens, torch.from_numpy(logits)
 
 
 # The interpreter is too slow to look for a smaller failure.
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.lists(st.builds(operator.or_, SETTINGS, CUTS), min_size=1, max_size=6),
     st.sampled_from([1.0, 1.0, 0.6]),
