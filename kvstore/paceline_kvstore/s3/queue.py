@@ -43,6 +43,7 @@ class Entry:
     not_before: float = 0.0
     tries: int = 0
     is_durable: bool | None = None
+    is_withdrawn: bool = False
 
 
 class WriteQueue:
@@ -109,6 +110,7 @@ class WriteQueue:
         with self._changed:
             meant = [entry for entry in self._waiting.values() if is_meant(entry)]
             for entry in meant:
+                entry.is_withdrawn = True
                 self._end(entry, is_durable=False)
             running = [entry for entry in self._running.values() if is_meant(entry)]
         self._hurry_until(lambda: all(entry.is_durable is not None for entry in running), until)
@@ -120,13 +122,16 @@ class WriteQueue:
         return entry.is_durable is True
 
     def flush(self, until: float) -> bool:
-        """Hurry, and wait until all that was taken is durable; False if some is not, or was lost since last time."""
+        """Hurry, and wait until all that was taken is durable; False if some is not, or was lost since last time.
+
+        What was lost before is told once, to the first who asks.
+        """
         with self._changed:
             entries = [*self._waiting.values(), *self._running.values()]
         is_done = self._hurry_until(lambda: all(entry.is_durable is not None for entry in entries), until)
         with self._changed:
             has_lost, self._has_lost = self._has_lost, False
-        return is_done and not has_lost
+        return is_done and not has_lost and all(entry.is_durable or entry.is_withdrawn for entry in entries)
 
     def close(self, until: float) -> bool:
         """Take no more, write what waits, and drop what is left at `until`; whether all became durable."""

@@ -294,8 +294,9 @@ def test_under_a_storm_of_faults_nothing_wrong_is_served_and_nothing_durable_los
             n, tier = mine.randrange(24), mine.choice(tiers)
             if mine.random() < 0.5:
                 parent = make_key(n - 1) if n % 8 else None
-                if tier.put(make_key(n), states[n], parent=parent, durable=mine.random() < 0.3):
-                    durable.add(n) if tier.flush() else None
+                is_durable = mine.random() < 0.3
+                if tier.put(make_key(n), states[n], parent=parent, durable=is_durable) and (is_durable or tier.flush()):
+                    durable.add(n)
             else:
                 tier.contains([make_key(n) for n in range(n, 24)])
                 payload = tier.get(make_key(n))
