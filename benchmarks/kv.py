@@ -1,4 +1,4 @@
-"""The KV store's tiers beside the machine's own limits: `python benchmarks/kv.py [memory] [disk] [index]`.
+"""The KV store's tiers beside the machine's own limits: `python benchmarks/kv.py [memory] [disk] [index] [s3]`.
 
 Memory: puts, copies out and leases against numpy's copy of as many buffers of the same size. Disk: puts, durable puts
 and reads into aligned memory against the same writes and reads of plain files with O_DIRECT. A store of new chunks
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from kv_s3 import s3_section
 from report import Bar, Report, Row
 
 from paceline_kvstore import ChunkKey
@@ -259,10 +260,10 @@ def index_section(report: Report) -> None:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("sections", nargs="*", choices=["memory", "disk", "index", []], help="default: all")
+    parser.add_argument("sections", nargs="*", choices=["memory", "disk", "index", "s3", []], help="default: all")
     parser.add_argument("--folder", type=Path, help="where the disk section writes (default: a temporary folder)")
     arguments = parser.parse_args()
-    sections = arguments.sections or ["memory", "disk", "index"]
+    sections = arguments.sections or ["memory", "disk", "index", "s3"]
     report = Report("kv")
     if "memory" in sections:
         memory_section(report)
@@ -271,6 +272,8 @@ def main() -> int:
             disk_section(report, Path(folder))
     if "index" in sections:
         index_section(report)
+    if "s3" in sections:
+        s3_section(report, Path("/dev/shm"), ROUNDS_ENOUGH)
     sys.stdout.write(report.write().with_suffix(".md").read_text())
     return 0
 
