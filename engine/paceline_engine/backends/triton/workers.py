@@ -16,7 +16,6 @@ import threading
 from datetime import timedelta
 from functools import partial
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from paceline_engine.backends.triton.device import is_interpreted
 from paceline_engine.backends.triton.parallel import TensorParallel
 from paceline_engine.backends.triton.ranks import Kind, Ranks
 from paceline_engine.config import EngineConfig
+from paceline_engine.records import require_msgspec
 
 CONFIG_VARIABLE = "PACELINE_WORKER_CONFIG"
 # How long ranks may wait for the next message, which comes when somebody asks for something. That rank 0 is gone, the
@@ -46,7 +46,8 @@ class Workers:
             )
         self._folder = tempfile.mkdtemp(prefix="paceline-ranks-")
         address = f"file://{self._folder}/meeting"
-        environment = {**os.environ, CONFIG_VARIABLE: msgspec.json.encode(config).decode()}
+        encoded = require_msgspec("a model on several GPUs").json.encode(config)
+        environment = {**os.environ, CONFIG_VARIABLE: encoded.decode()}
         command = [sys.executable, "-m", "paceline_engine.backends.triton.workers"]
         self._processes = [
             subprocess.Popen([*command, str(rank), address, str(os.getpid())], env=environment)
@@ -125,6 +126,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     rank, address, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     die_with_parent(parent)
+    msgspec = require_msgspec("a model on several GPUs")
     follow(msgspec.json.decode(os.environ[CONFIG_VARIABLE], type=EngineConfig), rank, address)
     return 0
 
