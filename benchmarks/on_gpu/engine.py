@@ -134,6 +134,7 @@ def generate(core: Core, given: Sequence[Sequence[int]], output: int) -> Speed:
                 waiting.remove(out.request_id)
                 last_first, num_before = time.perf_counter(), total
     end = time.perf_counter()
+    steps.settle()
     steps.close()
     if total != len(given) * output:
         raise RuntimeError(f"{total} tokens came of {len(given) * output}")

@@ -88,7 +88,8 @@ def on_the_cpu(logits: torch.Tensor, rows: list[Row], guesses: list[list[int]], 
         )
         for index, tokens in enumerate(guesses)
     ]
-    return Sampler(logits.shape[1], lenience).sample(logits.float().clone(), shares, rows)
+    with torch.device("cpu"):
+        return Sampler(logits.shape[1], lenience).sample(logits.float().clone(), shares, rows)
 
 
 def on_the_device(
