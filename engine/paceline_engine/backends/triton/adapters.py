@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from paceline_engine.backends.triton.staging import upload
 from paceline_engine.kernels.lora import RowGroups, StackedAdapters, group_rows, stack_adapters
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.lora import FUSED, LowRank, NamedAdapters, projection_sizes
@@ -70,7 +71,7 @@ class DeviceAdapters(NamedAdapters):
             return None
         of_row = torch.repeat_interleave(torch.tensor(indices), torch.tensor(counts))
         groups = group_rows(of_row, len(self._order))
-        return RowGroups(rows=groups.rows.to(self._device), begins=groups.begins.to(self._device))
+        return RowGroups(**upload({"rows": groups.rows.numpy(), "begins": groups.begins.numpy()}, self._device))
 
     def of_layer(self, layer: int) -> LayerStacks:
         """The layer's stacks; there must be an adapter."""

@@ -14,6 +14,7 @@ from paceline_engine.backends.triton.graphs import DecodeGraphs
 from paceline_engine.backends.triton.inputs import LatestTokens, filled_in, step_inputs, unknown_slots
 from paceline_engine.backends.triton.parallel import TensorParallel
 from paceline_engine.backends.triton.ranks import Message, Ranks
+from paceline_engine.backends.triton.staging import upload
 from paceline_engine.batch import Batch
 from paceline_engine.kernels.attention import choose_num_segments
 from paceline_engine.kernels.common import num_processors_of
@@ -82,7 +83,8 @@ class TritonModel:
             self._ranks.send_step(inputs, has_unknown=slots is not None)
         moved = inputs.on(self._device)
         if slots is not None and self._latest is not None:
-            known = filled_in(moved.token_ids, torch.from_numpy(slots).to(self._device), self._latest.last_tokens)
+            places = upload({"slots": slots}, self._device)["slots"]
+            known = filled_in(moved.token_ids, places, self._latest.last_tokens)
             moved = replace(moved, token_ids=known if self._parallel is None else self._parallel.broadcast(known))
         groups = self.adapters.groups(adapters, [item.num_tokens for item in batch.items]) if adapters else None
         if self._graphs is not None and inputs.is_decode and groups is None:
