@@ -11,8 +11,9 @@ from dataclasses import dataclass
 MIB = 1024 * 1024
 # CUDA graphs keep their own activations and launch parameters.
 GRAPHS_BYTES = 512 * MIB
-# Float32 logits, those of the rows that report logprobs, the penalties' counts; and the cuts' scratch values.
-_NUMBERS_PER_TOKEN = 3
+# As large as float32 logits: those of the decode graphs, those of rows that report logprobs, the penalties' counts.
+_LOGITS_COPIES = 3
+# Of the cuts.
 _SCRATCH_VALUES = 8192
 
 
@@ -27,7 +28,7 @@ class MemoryProfile:
 
 def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
     """What sampling of so many rows takes at most."""
-    return 4 * max_num_seqs * (_NUMBERS_PER_TOKEN * vocab_size + _SCRATCH_VALUES)
+    return 4 * max_num_seqs * (_LOGITS_COPIES * vocab_size + _SCRATCH_VALUES)
 
 
 def kv_bytes(profile: MemoryProfile, utilization: float, *, reserved: int = 0) -> int:

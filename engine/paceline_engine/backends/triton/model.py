@@ -108,10 +108,13 @@ class TritonModel:
         else:
             self._decoder.forward(moved, kv)
 
-    def largest_step(self, kv: PagedKV, num_tokens: int, num_rows: int) -> None:
-        """Run a step of so many tokens and rows of logits over any KV, to see what memory it takes."""
-        num_rows = min(num_rows, num_tokens)
-        counts = [num_tokens // num_rows + (at < num_tokens % num_rows) for at in range(num_rows)]
+    def largest_step(self, kv: PagedKV, num_tokens: int, num_sequences: int) -> None:
+        """Run a step of so many tokens over any KV, to see what memory it takes.
+
+        With logits of all of them: a prompt's logprobs may be asked for, and guesses are verified.
+        """
+        num_sequences = min(num_sequences, num_tokens)
+        counts = [num_tokens // num_sequences + (at < num_tokens % num_sequences) for at in range(num_sequences)]
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         longs = {"dtype": torch.int64, "device": self._device}
         batch = DeviceBatch(
@@ -121,9 +124,9 @@ class TritonModel:
             begins=torch.nn.functional.pad(ends, (1, 0)).to(self._device),
             context_lens=torch.tensor(counts, dtype=torch.int32, device=self._device),
             block_tables=torch.zeros(
-                (num_rows, -(-max(counts) // kv.block_size)), dtype=torch.int32, device=self._device
+                (num_sequences, -(-max(counts) // kv.block_size)), dtype=torch.int32, device=self._device
             ),
-            logits_rows=(ends - 1).to(**longs),
+            logits_rows=torch.arange(num_tokens, **longs),
             max_query_len=max(counts),
             num_segments=1,
         )

@@ -59,11 +59,15 @@ class Resident:
 
     def release_kv(self) -> None:
         """Give the KV pool's memory back; the recorded steps know its address, so they go too."""
-        if self._graphs is not None:
-            self._graphs.drop()
+        self.drop_graphs()
         self.kv.release()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def drop_graphs(self) -> None:
+        """Forget the recorded steps. NCCL can't end while there are some with collectives in them."""
+        if self._graphs is not None:
+            self._graphs.drop()
 
     def allocate_kv(self) -> None:
         """Have the KV pool again, and record the steps over it."""
@@ -86,6 +90,8 @@ class Resident:
         if config.kv_cache_bytes is not None or self._device.type != "cuda":
             return None
         kv = self._pool(model, -(-config.max_num_batched_tokens // config.block_size))
+        # Loading took more than the weights where they were quantized.
+        torch.cuda.reset_peak_memory_stats()
         self.model.largest_step(kv, config.max_num_batched_tokens, config.max_num_seqs)
         torch.cuda.synchronize()
         profile = MemoryProfile(
@@ -101,6 +107,7 @@ class Resident:
         element = BYTES_PER_ELEMENT[config.kv_dtype]
         token = model.kv_bytes_per_token(element)
         drafted = 0 if self.drafts is None else self.drafts.kv_bytes_per_token(element)
+        left -= self._num_scratch_blocks * config.block_size * (token + drafted)
         return left * token // (token + drafted)
 
     def _record(self) -> DecodeGraphs | None:
