@@ -54,7 +54,8 @@ class _AbsentGpu:
 
 
 @contextmanager
-def _nothing_launched(arch: int, seen: list[Any]) -> Iterator[None]:
+def nothing_launched(arch: int, seen: list[Any]) -> Iterator[None]:
+    """Add (name, compiled kernel) to `seen` where a kernel would be launched on compute capability `arch` / 10."""
     run, active = JITFunction.run, driver._active
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -74,7 +75,7 @@ def _nothing_launched(arch: int, seen: list[Any]) -> Iterator[None]:
 def compile_launches(launch: Callable[[], object], arch: int) -> list[Compiled]:
     """Each kernel that `launch` would launch on compute capability `arch` / 10 (80, 90), in order."""
     seen: list[Any] = []
-    with _nothing_launched(arch, seen):
+    with nothing_launched(arch, seen):
         launch()
     return [_inspect(name, kernel) for name, kernel in seen]
 

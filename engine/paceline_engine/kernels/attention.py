@@ -141,7 +141,7 @@ def _attend(
     return highest, total, summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "tables_stride"])
 def paged_attention_kernel(
     out_ptr,
     partial_ptr,
@@ -210,7 +210,7 @@ def paged_attention_kernel(
         tl.store(out_ptr + rows_out[:, None] * HEAD_DIM + dims, result, mask=is_row[:, None] & in_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def merge_segments_kernel(
     out_ptr,
     partial_ptr,

@@ -90,7 +90,7 @@ def _rows_of(block, begins_ptr, num_adapters, ADAPTERS_PADDED: tl.constexpr, BLO
     return adapter.to(tl.int64), places.to(tl.int64), places < end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_adapters"])
 def shrink_kernel(
     shrunk_ptr,
     x_ptr,
@@ -128,7 +128,7 @@ def shrink_kernel(
     tl.store(shrunk_ptr + (part + places)[:, None] * RANK + ranks, summed, mask=is_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_adapters"])
 def expand_kernel(
     out_ptr,
     shrunk_ptr,

@@ -65,7 +65,7 @@ def _add_product(
     return tl.dot(x, tl.trans(weights), summed, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantized_gemm_kernel(
     out_ptr,
     partial_ptr,

@@ -177,7 +177,7 @@ def _replacement(
     return tl.where(score > float("-inf"), token, plain_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def resolve_kernel(
     out_ptr,
     begins_ptr,

@@ -14,7 +14,7 @@ import triton.language as tl
 _TILE = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     out_ptr,
     residual_ptr,

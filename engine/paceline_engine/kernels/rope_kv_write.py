@@ -50,7 +50,7 @@ def _write(pool_ptr, scale_ptr, first, second, vectors, is_written, in_half, HAL
     tl.store(places + HALF, second.to(pool_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rope_kv_write_kernel(
     qkv_ptr,
     cos_ptr,

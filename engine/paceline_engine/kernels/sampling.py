@@ -85,7 +85,7 @@ def draw_kernel(
     tl.store(scores_ptr + place, tl.where(not_finite, float("inf"), score))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def best_split_kernel(tokens_ptr, split_tokens_ptr, scores_ptr, num_splits, SPLITS_PADDED: tl.constexpr):
     """Of each row the token with the highest score, the first among equals. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
