@@ -16,6 +16,7 @@ from paceline_engine.backends.triton.ranks import Kind
 from paceline_engine.backends.triton.resident import Resident
 from paceline_engine.backends.triton.sampler import TritonSampler
 from paceline_engine.backends.triton.sampler_warm_up import warm_up_sampler
+from paceline_engine.backends.triton.sharding import check_size
 from paceline_engine.backends.triton.timing import step_timer
 from paceline_engine.backends.warm_up import measure_draft_cost, warm_up
 from paceline_engine.config import EngineConfig
@@ -47,7 +48,7 @@ class TritonBackend:
         namespace_digest: str,
     ) -> None:
         self._config = config
-        self._workers = _start_workers(config) if config.tensor_parallel_size > 1 else None
+        self._workers = _start_workers(config, model) if config.tensor_parallel_size > 1 else None
         device = torch.device("cpu" if is_interpreted() else "cuda")
         spread: dict[str, Any] = {}
         if self._workers is not None:
@@ -131,6 +132,7 @@ class TritonBackend:
     def close(self) -> None:
         """End the other ranks, where there are some."""
         if self._workers is not None:
+            self._resident.drop_graphs()
             self._workers.close()
 
     def _tell(self, kind: Kind) -> None:
@@ -150,8 +152,12 @@ class TritonBackend:
         self._resident.model.adapters.unload(name)
 
 
-def _start_workers(config: EngineConfig) -> Workers:
-    """The other ranks of a spread model. Raises ValueError that names what doesn't work on several GPUs."""
+def _start_workers(config: EngineConfig, model: ModelConfig) -> Workers:
+    """The other ranks of a spread model. Raises ValueError that names what doesn't work on several GPUs.
+
+    All that can be known is said before there are processes, which would fail as well and end this one.
+    """
+    check_size(model, config.tensor_parallel_size, config.quantization)
     if config.speculative_method in ("draft", "selfDraft"):
         raise ValueError(
             f"--speculative-method {config.speculative_method} doesn't work with --tensor-parallel-size "

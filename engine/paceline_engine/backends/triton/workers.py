@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -29,6 +30,8 @@ CONFIG_VARIABLE = "PACELINE_WORKER_CONFIG"
 # How long ranks may wait for the next message, which comes when somebody asks for something. That rank 0 is gone, the
 # others hear from the system.
 IDLE = timedelta(days=365)
+# How long ranks may take to end.
+CLOSE_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +62,23 @@ class Workers:
         self.device, self.parallel, self.ranks = _meet(0, size, address)
 
     def close(self) -> None:
-        """Have the other ranks end, and wait for them."""
+        """Have the other ranks end, and wait for them; those that don't listen are killed."""
         if self._is_closing:
             return
         self._is_closing = True
-        self.ranks.send(Kind.STOP)
+        # Where a step has failed, the others may stand in a collective and never listen.
+        leaving = threading.Thread(target=self._leave, daemon=True, name="leave-ranks")
+        leaving.start()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for process in self._processes:
-            process.wait()
-        self.parallel.close()
+            _end(process, deadline)
+        leaving.join(max(0.0, deadline - time.monotonic()))
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _leave(self) -> None:
+        self.ranks.send(Kind.STOP)
+        # Beside the others: NCCL lets nobody go before all do.
+        self.parallel.close()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -75,6 +86,14 @@ class Workers:
             logger.error("rank %d of the model ended with code %d; so does the engine core", rank, code)
             # The main thread waits in a collective that nobody will join any more.
             os._exit(1)
+
+
+def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _meet(rank: int, size: int, address: str) -> tuple[torch.device, TensorParallel, Ranks]:
@@ -116,6 +135,7 @@ def follow(config: EngineConfig, rank: int, address: str) -> None:
                 resident.allocate_kv()
             case Kind.STEP:
                 resident.model.follow(message, resident.kv)
+    resident.drop_graphs()
     parallel.close()
 
 

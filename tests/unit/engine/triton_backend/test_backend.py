@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -241,9 +242,29 @@ def test_a_model_that_is_spread_over_two_ranks_gives_the_cpus_text(folder, vocab
         made.scheduler.reset_prefix_cache()
         assert answers(made, wanted[:1]) == answers(core(folder, device="cpu"), wanted[:1])
         assert "not built" in _refusal(backend.load_adapter, "tuned", "nowhere")
+        recorded = backend._resident._graphs._graphs
+        recorded[1] = "stands for a CUDA graph"
     finally:
         backend.close()
+    assert not recorded, "NCCL waits for the graphs that have its collectives in them"
     assert [process.returncode for process in backend._workers._processes] == [0]
+
+
+def test_ranks_that_do_not_listen_do_not_keep_the_engine_from_ending(folder, monkeypatch):
+    """As where a step has failed on rank 0, and the others wait for it in a collective."""
+    monkeypatch.setattr("paceline_engine.backends.triton.workers.CLOSE_SECONDS", 0.5)
+    backend: Any = core(folder, device="cuda", tensor_parallel_size=2).backend
+    processes = backend._workers._processes
+    processes[0].send_signal(signal.SIGSTOP)
+    backend.close()
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
+
+
+def test_a_model_that_cannot_be_spread_so_is_refused_before_there_are_processes(folder, monkeypatch):
+    """Their own failure would end the engine before it could say why."""
+    monkeypatch.setattr("paceline_engine.backends.triton.workers.Workers", None)
+    message = _refusal(lambda: core(folder, device="cuda", tensor_parallel_size=3))
+    assert message == "--tensor-parallel-size 3: the model's 2 query heads can't be divided by it: use 1 or 2"
 
 
 def _refusal(call: Any, *arguments: str) -> str:
