@@ -35,6 +35,13 @@ def test_images_copy_and_install_what_exists(image: Path) -> None:
         assert all((ROOT / source).exists() for source in sources.split())
 
 
+def test_the_engine_image_has_the_compiler_that_a_gpu_needs() -> None:
+    """Triton builds its launcher in the pod; what an earlier stage of the image had is gone then."""
+    last = (ROOT / "manifests" / "images" / "engine.Dockerfile").read_text().rpartition("\nFROM ")[2]
+    (packages,) = re.findall(r"apt-get install ((?:\S+ )+?)&&", last)
+    assert {"gcc", "libc6-dev"} <= set(packages.split())
+
+
 def test_every_make_target_in_the_pages_exists() -> None:
     targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"`make ([a-z][a-z0-9-]*)", page.read_text())}

@@ -103,12 +103,14 @@ def settle_device(config: EngineConfig) -> EngineConfig:
     device = config.device
     if device in ("auto", "cuda"):
         prepare_environment()
-        from paceline_engine.backends.triton.device import gpu_problem, is_interpreted
+        from paceline_engine.backends.triton.device import fp8_problem, gpu_problem, is_interpreted
 
         problem = None if device == "cuda" and is_interpreted() else gpu_problem()
         if device == "cuda" and problem is not None:
             raise ValueError(f"--device cuda: {problem}")
         device = "cuda" if problem is None else "cpu"
+        if device == "cuda" and config.kv_cache_dtype == "fp8" and (problem := fp8_problem()) is not None:
+            raise ValueError(f"--kv-cache-dtype fp8: {problem}")
     if device != "cuda":
         for flag, is_asked in {
             f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype != "auto",

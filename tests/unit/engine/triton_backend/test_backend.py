@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 from tiny_models import LLAMA, make_config, random_tensors, save
 
+from paceline_engine.backends.base import settle_device
+from paceline_engine.backends.triton.device import compiler_problem
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.step_log import StepLog
 from paceline_engine.core_commands import Commands
@@ -228,6 +231,32 @@ def test_a_device_that_is_not_there_is_refused_with_what_to_do():
 def test_what_only_gpus_do_is_refused_on_the_cpu(folder, options, flag):
     with pytest.raises(ValueError, match=f"{flag} needs GPUs, and this engine runs on cpu"):
         core(folder, device="cpu", **options)
+
+
+def test_a_gpu_without_a_c_compiler_is_refused_with_what_to_install(monkeypatch):
+    """Triton would fail at the first kernel, when the model is loaded."""
+    monkeypatch.delenv("CC", raising=False)
+    assert compiler_problem() is None
+    monkeypatch.setenv("PATH", "")
+    assert "install gcc, or name one in $CC" in (compiler_problem() or "")
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compiler_problem() is None
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_is_refused_for_a_card_that_has_none(monkeypatch, capability, fits):
+    """And not by the compiler, when the model is loaded."""
+    monkeypatch.setattr("paceline_engine.backends.triton.device.gpu_problem", lambda: None)
+    monkeypatch.setattr("paceline_engine.backends.triton.device.is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A card")
+    config = EngineConfig(model_dir="", device="cuda", kv_cache_dtype="fp8")
+    if fits:
+        assert settle_device(config) == config
+    else:
+        says = f"--kv-cache-dtype fp8: A card has compute capability {capability[0]}.{capability[1]} and fp8 needs 8.9"
+        assert _refusal(lambda: settle_device(config)) == f"{says} or later; use int8"
+    assert settle_device(EngineConfig(model_dir="", device="cuda", kv_cache_dtype="int8")).kv_dtype == "int8"
 
 
 def test_a_model_that_is_spread_over_two_ranks_gives_the_cpus_text(folder, vocab_size):
