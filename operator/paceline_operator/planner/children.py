@@ -56,6 +56,8 @@ DEFAULT_DRAIN = "120s"
 _CACHE_VOLUME = "model-cache"
 _MODEL_VOLUME = "model"
 _TEMPLATE_VOLUME = "chat-template"
+_SHARED_VOLUME = "shared-memory"
+_SHARED_MEMORY = "1Gi"
 
 
 def selector(service: str) -> dict[str, str]:
@@ -217,6 +219,12 @@ class EngineChildren:
                     {"name": _TEMPLATE_VOLUME, "configMap": {"name": self._name}},
                     {"name": _TEMPLATE_VOLUME, "mountPath": CHAT_TEMPLATE_DIR, "readOnly": True},
                 )
+            )
+        if (self._engine.tensor_parallel_size or 1) > 1:
+            # NCCL's buffers are larger than the 64 MiB that a container has by itself.
+            memory = {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}
+            pairs.append(
+                ({"name": _SHARED_VOLUME, "emptyDir": memory}, {"name": _SHARED_VOLUME, "mountPath": "/dev/shm"})
             )
         claim = model_claim(self.service)
         if claim is not None:

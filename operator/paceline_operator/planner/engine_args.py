@@ -90,7 +90,8 @@ def model_claim(service: InferenceService) -> str | None:
 
 def _tunable(engine: EngineSpec) -> list[str]:
     values: dict[str, object] = {
-        "device": "auto",
+        # Where GPUs are paid for, one that can't be used must not make a slow CPU of the pod.
+        "device": "cuda" if engine.asks_for_gpus else "auto",
         "dtype": "auto",
         "max-model-len": engine.max_model_len,
         "max-num-seqs": engine.max_num_seqs or 64,

@@ -139,6 +139,21 @@ def test_kv_gets_what_is_left_of_a_gpu_that_the_limits_ask_for():
     assert "--kv-cache-memory=8Gi" in args
 
 
+def test_a_pod_with_gpus_does_not_fall_back_to_the_cpu():
+    args = arguments(children(service(engine={"resources": {"limits": {"nvidia.com/gpu": 1}}}))["Deployment"])
+    assert [item for item in args if item.startswith("--device")] == ["--device=cuda"]
+
+
+@pytest.mark.parametrize(("size", "mounts"), [(1, 0), (2, 1)])
+def test_gpus_of_one_pod_have_shared_memory_to_meet_in(size, mounts):
+    engine = {"tensorParallelSize": size, "resources": {"limits": {"nvidia.com/gpu": size}}}
+    spec = children(service(engine=engine))["Deployment"]["spec"]["template"]["spec"]
+    names = [each["name"] for each in spec["containers"][0]["volumeMounts"] if each["mountPath"] == "/dev/shm"]
+    assert len(names) == mounts
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert all(volumes[name]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"} for name in names)
+
+
 def test_each_traffic_class_becomes_a_flag_in_a_fixed_order():
     speculative = {"method": "ngram", "trafficClasses": {"code": True, "chat": False}}
     args = arguments(children(service(engine={"speculative": speculative}))["Deployment"])
