@@ -121,12 +121,22 @@ def _attend(
     highest = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     summed = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
+    # Ids are loaded a tile ahead where every query is short, and time is what comes from memory: were a tile's ids loaded
+    # with it, the compiler would buffer ids and not keys and values. Elsewhere the registers for it aren't there.
+    IS_AHEAD: tl.constexpr = query.shape[0] <= 16
+    ids = tl.zeros([TILE], tl.int32)
+    if IS_AHEAD:
+        keys = first * TILE + tl.arange(0, TILE)
+        ids = tl.load(table_ptr + keys // KV_BLOCK_SIZE, mask=keys < last_key, other=0)
     for tile in range(first, end):
         keys = tile * TILE + tl.arange(0, TILE)
         is_key = keys < last_key
+        if not IS_AHEAD:
+            ids = tl.load(table_ptr + keys // KV_BLOCK_SIZE, mask=is_key, other=0)
         # 64 bits: ids reach past 2^31 elements once multiplied.
-        ids = tl.load(table_ptr + keys // KV_BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        slots = (ids * KV_BLOCK_SIZE + keys % KV_BLOCK_SIZE) * tl.num_programs(1) + tl.program_id(1)
+        slots = (ids.to(tl.int64) * KV_BLOCK_SIZE + keys % KV_BLOCK_SIZE) * tl.num_programs(1) + tl.program_id(1)
+        if IS_AHEAD:
+            ids = tl.load(table_ptr + (keys + TILE) // KV_BLOCK_SIZE, mask=keys + TILE < last_key, other=0)
         vectors = slots[:, None] * HEAD_DIM + dims
         is_loaded = is_key[:, None] & in_head
         key = tl.load(key_ptr + vectors, mask=is_loaded, other=0.0).to(query.dtype)
@@ -246,7 +256,10 @@ def merge_segments_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiling:
-    """block_m: packed query rows of a program; tile: keys that it looks at together."""
+    """block_m: packed query rows of a program; tile: keys that it looks at together.
+
+    num_stages: tiles in flight, the one that is looked at included; of larger row blocks one less.
+    """
 
     block_m: int
     tile: int
