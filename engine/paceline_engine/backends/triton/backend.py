@@ -18,7 +18,7 @@ from paceline_engine.backends.triton.sampler import TritonSampler
 from paceline_engine.backends.triton.sampler_warm_up import warm_up_sampler
 from paceline_engine.backends.triton.sharding import check_size
 from paceline_engine.backends.triton.timing import step_timer
-from paceline_engine.backends.warm_up import measure_draft_cost, warm_up
+from paceline_engine.backends.warm_up import compile_kernels, measure_draft_cost, warm_up
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import StepPlan, StepResult
@@ -79,8 +79,9 @@ class TritonBackend:
         has_store = config.kv_store_bytes > 0 and self._workers is None
         self._store = KVTransfer(kv, self._tier, namespace_digest) if has_store else None
         warm_up(self._runner)
-        if not is_interpreted():
+        if self.gpus:
             warm_up_sampler(sampler, model.vocab_size, device)
+            compile_kernels(self._runner, most_tokens=self._longest_share())
         self._draft_cost = None if drafts is None else measure_draft_cost(self._runner)
 
     @property
@@ -134,6 +135,12 @@ class TritonBackend:
         if self._workers is not None:
             self._resident.drop_graphs()
             self._workers.close()
+
+    def _longest_share(self) -> int:
+        """Tokens of one request in one step."""
+        config = self._config
+        room = min(self.max_model_len, self.num_blocks * config.block_size)
+        return min(config.prefill_chunk_tokens, config.max_num_batched_tokens, room)
 
     def _tell(self, kind: Kind) -> None:
         if self._workers is not None:

@@ -19,11 +19,14 @@ from tiny_models import LLAMA, make_config, random_tensors, save
 
 from paceline_engine.backends.base import settle_device
 from paceline_engine.backends.triton.device import compiler_problem
+from paceline_engine.backends.warm_up import compile_kernels
 from paceline_engine.config import EngineConfig
+from paceline_engine.core.outputs import StepPlan
 from paceline_engine.core.step_log import StepLog
 from paceline_engine.core_commands import Commands
 from paceline_engine.core_process import CoreLoop
 from paceline_engine.core_setup import Core, build_core
+from paceline_engine.kernels.attention import choose_tiling
 from paceline_engine.messages import AddRequest, Command, FromCore, SamplingParams, Shutdown, StepOutputs, ToCore
 
 MAX_MODEL_LEN, BLOCK_SIZE = 48, 4
@@ -205,6 +208,31 @@ def test_a_sleeping_engine_has_no_kv_and_wakes_up_right(folder, vocab_size):
     assert made.backend._resident.kv.tensor.untyped_storage().nbytes() == 0
     assert commands.run(Command(command_id="2", name="wake", arguments={}), 0.0)[0].error is None
     assert answers(made, wanted) == before
+
+
+def test_kernels_are_compiled_before_anybody_waits_for_them(folder, vocab_size, monkeypatch):
+    """Under the interpreter: a start as on a GPU changes no text, and steps with every tiling of attention."""
+    made = core(folder, device="cuda")
+    backend: Any = made.backend
+    seen: list[StepPlan] = []
+    execute = backend._runner.execute
+    monkeypatch.setattr(backend._runner, "execute", lambda plan: seen.append(plan) or execute(plan))
+    compile_kernels(backend._runner, most_tokens=backend._longest_share())
+    items = [item for plan in seen for item in plan.scheduled]
+    lengths = {item.num_tokens for item in items}
+    assert max(lengths) == 7
+    for group in (1, 3, 4):
+        tilings = {choose_tiling(length, group, 128) for length in range(1, 8)}
+        assert {choose_tiling(length, group, 128) for length in lengths} == tilings
+    assert {item.num_draft_tokens for item in items} == {0, 1}
+    sampled = [admitted.sampling for plan in seen for admitted in plan.admitted]
+    assert {(each.temperature > 0.0, each.top_k > 0, each.presence_penalty > 0.0) for each in sampled} == {
+        (False, False, False),
+        (True, False, False),
+        (True, True, True),
+    }
+    wanted = requests(6, 3, vocab_size, temperature=0.0)
+    assert answers(made, wanted) == answers(core(folder, device="cpu"), wanted)
 
 
 def test_a_device_that_is_not_there_is_refused_with_what_to_do():
