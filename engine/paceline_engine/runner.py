@@ -78,7 +78,7 @@ class ModelRunner:
 
     num_blocks: of the block pool; kv may have more, for a drafter's scratch. lenience: 1 is exact speculation, see
     `sampling.speculation`. grammars: None where constraints can't be followed. draft_model: None where nobody drafts.
-    sampler: None draws on the host. around_launch: entered while a step is handed to the device.
+    sampler: None draws on the host. around_launch: entered while a step's work is handed to the device.
     """
 
     def __init__(
@@ -127,10 +127,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step, on a device that can also on top of one that hasn't been waited for."""
-        with self._around_launch(plan):
-            return self._launch(plan)
-
-    def _launch(self, plan: StepPlan) -> Launched:
         self._apply(plan)
         if not plan.scheduled:
             return Launched(list)
@@ -140,13 +136,14 @@ class ModelRunner:
             self._last.results()
         plan = replace(plan, scheduled=tuple(map(self._resolved, plan.scheduled)))
         batch = build_batch(plan.scheduled, self._tables, self.kv.tensor.dtype, self._is_scored)
-        logits, embedded = self._forward(batch)
-        num_sampled = sum(item.num_draft_tokens + 1 for item in batch.samplers)
-        scores = self._score_prompts(logits[num_sampled:], batch)
-        rows = [self._rows[item.request_id] for item in batch.samplers]
-        for item, row in zip(batch.samplers, rows, strict=True):
-            row.resume_at(item.num_known_tokens)
-        sampled = self._sampler.launch(logits[:num_sampled], batch.samplers, rows)
+        with self._around_launch(plan):
+            logits, embedded = self._forward(batch)
+            num_sampled = sum(item.num_draft_tokens + 1 for item in batch.samplers)
+            scores = self._score_prompts(logits[num_sampled:], batch)
+            rows = [self._rows[item.request_id] for item in batch.samplers]
+            for item, row in zip(batch.samplers, rows, strict=True):
+                row.resume_at(item.num_known_tokens)
+            sampled = self._sampler.launch(logits[:num_sampled], batch.samplers, rows)
         others = embedded + self._errors(plan)
 
         def finish() -> list[StepResult]:

@@ -8,9 +8,10 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from tiny_models import LLAMA, make_config, random_tensors, save
 
 from paceline_engine.backends.base import settle_device
 from paceline_engine.backends.triton.device import compiler_problem
-from paceline_engine.backends.warm_up import compile_kernels
+from paceline_engine.backends.warm_up import compile_kernels, warm_up
+from paceline_engine.batch import build_batch
 from paceline_engine.config import EngineConfig
 from paceline_engine.core.outputs import StepPlan
 from paceline_engine.core.step_log import StepLog
@@ -208,6 +210,27 @@ def test_a_sleeping_engine_has_no_kv_and_wakes_up_right(folder, vocab_size):
     assert made.backend._resident.kv.tensor.untyped_storage().nbytes() == 0
     assert commands.run(Command(command_id="2", name="wake", arguments={}), 0.0)[0].error is None
     assert answers(made, wanted) == before
+
+
+def test_a_steps_time_on_the_gpu_has_no_time_of_the_host_in_it(folder, monkeypatch):
+    """An idle GPU would pass the first mark while the host still lays out the step; released rows are no step."""
+    runner: Any = cast("Any", core(folder, device="cpu").backend)._runner
+    seen: list[str] = []
+
+    @contextmanager
+    def marked(_plan: StepPlan) -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr(runner, "_around_launch", marked)
+    monkeypatch.setattr(
+        "paceline_engine.runner.build_batch", lambda *given: seen.append("laid out") or build_batch(*given)
+    )
+    forward = runner._forward
+    monkeypatch.setattr(runner, "_forward", lambda batch: seen.append("handed over") or forward(batch))
+    warm_up(runner)
+    assert seen == ["laid out", "begin", "handed over", "end"]
 
 
 def test_kernels_are_compiled_before_anybody_waits_for_them(folder, vocab_size, monkeypatch):
