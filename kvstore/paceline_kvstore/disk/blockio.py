@@ -111,6 +111,11 @@ def read_block(fd: int, offset: int) -> bytes:
     return _scratch.header.tobytes()
 
 
+def read_window(fd: int, offset: int) -> Bytes:
+    """What the file has from `offset` on, at most BOUNCE_BYTES, in memory that the thread's next call overwrites."""
+    return _scratch.bounce[: os.preadv(fd, [_scratch.bounce.data], offset)]
+
+
 def _fill(block: Bytes, content: bytes | Bytes) -> None:
     block[: len(content)] = np.frombuffer(content, dtype=np.uint8)
     block[len(content) :] = 0

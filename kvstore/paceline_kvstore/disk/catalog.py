@@ -46,6 +46,7 @@ class Catalog:
         self.index = Index()
         self.segments: dict[int, Segment] = {}
         self.active: Segment | None = None
+        self.spare: Segment | None = None
         self.stats = TierStats()
         self.bytes_used = 0
         self._tenants: dict[bytes, int] = {NO_TENANT: 0}
@@ -55,20 +56,32 @@ class Catalog:
 
     def add_segment(self, segment: Segment) -> None:
         self.segments[segment.number] = segment
-        self.bytes_used += segment.end
+        self.bytes_used += segment.size
 
     def remove_segment(self, segment: Segment) -> None:
         """Account for a file that is about to go; its records must be forgotten already."""
         del self.segments[segment.number]
-        self.bytes_used -= segment.end
+        self.bytes_used -= segment.size
         if self.active is segment:
             self.active = None
+
+    def keep_spare(self, segment: Segment) -> None:
+        """A segment that was removed stays for its blocks, which count."""
+        self.spare = segment
+        self.bytes_used += segment.size
+
+    def take_spare(self) -> Segment | None:
+        """The spare, if there is one; the caller uses it or removes its file."""
+        spare, self.spare = self.spare, None
+        if spare is not None:
+            self.bytes_used -= spare.size
+        return spare
 
     def close(self) -> None:
         """Forget all, so that files close with their last reader."""
         self.index = Index()
         self.segments.clear()
-        self.active = None
+        self.active = self.spare = None
         self.bytes_used = 0
 
     def promise(self, segment: Segment, size: int) -> int:
@@ -76,7 +89,9 @@ class Catalog:
         offset = segment.end
         segment.end += size
         segment.writers += 1
-        self.bytes_used += size
+        growth = max(0, segment.end - segment.size)
+        segment.size += growth
+        self.bytes_used += growth
         return offset
 
     def find(self, key: bytes) -> int:
@@ -164,9 +179,9 @@ class Catalog:
         for number, segment in self.segments.items():
             if segment.live != live[number] or segment.live > segment.end - BLOCK:
                 raise ValueError(f"segment {number} counts {segment.live} live bytes, the index {live[number]}")
-        ends = sum(segment.end for segment in self.segments.values())
-        if ends != self.bytes_used:
-            raise ValueError(f"{self.bytes_used} bytes are counted, the segments have {ends}")
+        sizes = sum(segment.size for segment in self.segments.values()) + (self.spare.size if self.spare else 0)
+        if sizes != self.bytes_used:
+            raise ValueError(f"{self.bytes_used} bytes are counted, the files have {sizes}")
 
     def _seconds(self) -> int:
         return int(self._clocks.steady() - self._started)

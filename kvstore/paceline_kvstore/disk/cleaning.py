@@ -26,15 +26,25 @@ Reserve = Callable[[int], tuple[Segment, int] | None]
 
 
 class Cleaner:
-    """Frees one segment at a time. One thread at a time: the writers' lock covers it."""
+    """Frees one segment at a time. One thread at a time: the writers' lock covers it.
+
+    A file of `spare_bytes` or more is kept as the spare if there is none: the next head of the log reuses it.
+    """
 
     def __init__(
-        self, catalog: Catalog, spared: Callable[[ChunkKey], bool], reserve: Reserve, buffer: Callable[[int], Bytes]
+        self,
+        catalog: Catalog,
+        spared: Callable[[ChunkKey], bool],
+        reserve: Reserve,
+        buffer: Callable[[int], Bytes],
+        *,
+        spare_bytes: int,
     ) -> None:
         self._catalog = catalog
         self._spared = spared
         self._reserve = reserve
         self._buffer = buffer
+        self._spare_bytes = spare_bytes
 
     def free_one(self, budget: int, before: bytes) -> int | None:
         """Remove a segment, copying at most `budget` bytes on; chunks lost with it, None if none could be removed.
@@ -160,9 +170,13 @@ class Cleaner:
                 # A subtree may have taken it along already.
                 if catalog.index.segment[slot] == segment.number:
                     lost += catalog.forget_subtree(slot)
-            if segment.number in catalog.segments:
-                catalog.remove_segment(segment)
-        segment.unlink()
+            catalog.remove_segment(segment)
+            spare = catalog.spare is None and segment.size >= self._spare_bytes
+        if spare and segment.retire():
+            with catalog.lock:
+                catalog.keep_spare(segment)
+        else:
+            segment.unlink()
         for place in lost:
             if place.segment is not segment:
                 place.kill()

@@ -27,6 +27,7 @@ import struct
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
 import xxhash
 
 from paceline_kvstore.codec import HEADER_BYTES
@@ -102,6 +103,16 @@ def encode_record(record: Record, nonce: int, offset: int) -> bytes:
         record.chunk,
     )
     return fields + xxhash.xxh3_128_digest(fields)
+
+
+RECORD_START = np.r_[0:8, 16:24]
+"""Bytes of a header that are the same in all records of a segment: magic and nonce."""
+RECORD_START_BYTES = 24
+
+
+def record_start(nonce: int) -> bytes:
+    """The first RECORD_START_BYTES of a header in the segment with that nonce; only those of RECORD_START count."""
+    return _RECORD_MAGIC + bytes(8) + struct.pack("<Q", nonce)
 
 
 def decode_record(block: bytes | memoryview, nonce: int, offset: int) -> Record:

@@ -20,7 +20,7 @@ from paceline_kvstore import codec
 from paceline_kvstore.arena import Bytes
 from paceline_kvstore.disk.catalog import Catalog
 from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
-from paceline_kvstore.disk.segment import PATTERN, Segment, number_of, path_of, sync_folder
+from paceline_kvstore.disk.segment import PATTERN, SPARE_NAME, Segment, number_of, path_of, sync_folder
 from paceline_kvstore.errors import CorruptChunk, FolderUnusable, KVStoreError
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.quarantine import Quarantine
@@ -53,11 +53,14 @@ def lock_folder(folder: Path) -> int:
 def recover(catalog: Catalog, folder: Path, quarantine: Quarantine, *, direct: bool) -> None:
     """Fill an empty catalog from a folder. Files that are no segments of ours are left alone; bad segments go.
 
+    A spare goes, too: it was kept for its blocks only.
+
     Raises FolderUnusable.
     """
     numbers = sorted(number for path in folder.glob(PATTERN) if (number := number_of(path)) is not None)
     orphans: list[tuple[int, bytes]] = []
     try:
+        (folder / SPARE_NAME).unlink(missing_ok=True)
         sync_folder(folder)
     except OSError as error:
         raise FolderUnusable(f"the KV folder {folder} cannot be synced: {error.strerror}") from None
@@ -86,13 +89,20 @@ def records(segment: Segment) -> Iterator[tuple[int, Record]]:
         try:
             record = segment.read_header(offset)
         except (OSError, CorruptChunk):
-            offset += BLOCK
+            offset = _next(segment, offset + BLOCK)
             continue
         if offset + record.size > segment.end:
-            offset += BLOCK
+            offset = _next(segment, offset + BLOCK)
             continue
         yield offset, record
         offset += record.size
+
+
+def _next(segment: Segment, offset: int) -> int:
+    try:
+        return segment.find_record(offset)
+    except OSError:
+        return offset
 
 
 def _adopt(
@@ -147,4 +157,4 @@ def _cut(segment: Segment, end: int) -> None:
     # If that fails the rest stays, counted, until the segment goes.
     with suppress(OSError):
         segment.truncate(end)
-        segment.end = end
+        segment.end = segment.size = end

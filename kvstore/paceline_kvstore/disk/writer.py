@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -16,7 +17,7 @@ from paceline_kvstore.disk.catalog import Catalog, Clocks, Place
 from paceline_kvstore.disk.cleaning import Cleaner
 from paceline_kvstore.disk.index import NONE
 from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
-from paceline_kvstore.disk.segment import Segment
+from paceline_kvstore.disk.segment import Segment, sync_folder
 from paceline_kvstore.keys import ChunkKey
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -51,7 +52,7 @@ class Writer:
         self._headroom = segment_bytes // 2 + 2 * BLOCK
         self._direct = direct
         self._steady = clocks.steady
-        self._cleaner = Cleaner(catalog, spared, self._head, buffer)
+        self._cleaner = Cleaner(catalog, spared, self._head, buffer, spare_bytes=segment_bytes * 3 // 4)
         self._next_number = max(catalog.segments, default=0) + 1
         self._limit = capacity
         self._limited_until = self._paused_until = float("-inf")
@@ -70,14 +71,14 @@ class Writer:
         if head is None:
             return False
         segment, offset = head
-        written = False
+        written, failure = False, None
         try:
             segment.write(offset, record, payload)
             if durable:
                 segment.sync()
             written = True
         except OSError as error:
-            self.failed(error)
+            failure = error
         slot, dead = NONE, None
         with self._catalog.lock:
             segment.writers -= 1
@@ -85,8 +86,9 @@ class Writer:
             if written and segment.number in self._catalog.segments:
                 slot, dead = self._catalog.publish(segment, offset, record)
                 self._catalog.stats.puts += bool(slot)
-        if not written:
+        if failure is not None:
             self._withdraw(segment, offset, record)
+            self.failed(failure)
         elif dead is not None:
             self.kill(dead)
         return bool(slot)
@@ -98,6 +100,41 @@ class Writer:
         except OSError as error:
             self.failed(error)
 
+    def flush(self) -> bool:
+        """All records, marks and names so far are on the device; False if that failed."""
+        # With room held, no copy of a record that was just deleted is on its way.
+        with self.room, self._catalog.lock:
+            segments = list(self._catalog.segments.values())
+        failed = [segment for segment in segments if not self.sync(segment)]
+        return not failed and self._sync_names()
+
+    def sync(self, segment: Segment) -> bool:
+        """False, counted, if the device did not take it."""
+        try:
+            segment.sync()
+        except OSError as error:
+            self.failed(error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of all files, and of the spare for good. The catalog is empty afterwards."""
+        with self.room, self._catalog.lock:
+            spare = self._catalog.take_spare()
+            self._catalog.close()
+        if spare is not None:
+            with suppress(OSError):
+                spare.unlink()
+
+    def _sync_names(self) -> bool:
+        # A file whose going is not on the device may come back with what was deleted from it since.
+        try:
+            sync_folder(self._folder)
+        except OSError as error:
+            self.failed(error)
+            return False
+        return True
+
     def shrink(self) -> None:
         """Evict until the bound holds, as after a restart with a smaller one."""
         with self.room:
@@ -105,21 +142,44 @@ class Writer:
 
     def _make_room(self, size: int, before: bytes) -> bool:
         """Evict until a record of `size` bytes and the headroom fit. Needs `room`."""
-        wanted = size + BLOCK + self._headroom
         with self._catalog.lock:
             tries = 2 * len(self._catalog.segments) + TRIES
         for _ in range(tries):
             limit = self._limit if self._steady() < self._limited_until else self._capacity
             with self._catalog.lock:
                 used = self._catalog.bytes_used
-            if used + wanted <= limit:
+                growth = self._growth(size)
+            if used + growth + self._headroom <= limit:
                 return True
-            if not self._evict(min(self._segment_bytes // 2, self._capacity - used - BLOCK), before):
+            if self._turn_to_spare():
+                continue
+            # Beyond the limit there is no room for copies: a full disk said so.
+            if not self._evict(max(0, min(self._segment_bytes // 2, limit - used - BLOCK)), before):
                 return False
         return False
 
+    def _turn_to_spare(self) -> bool:
+        """End the head early if it would still grow and a file that need not grow is there."""
+        with self._catalog.lock:
+            head = self._catalog.active
+            if self._catalog.spare is None or head is None or head.end < head.size:
+                return False
+            self._catalog.active = None
+            return True
+
+    def _growth(self, size: int) -> int:
+        """Bytes that a record would add to what the files take. Needs the catalog's lock."""
+        head, spare = self._catalog.active, self._catalog.spare
+        if head is not None and self._fits(head, size):
+            return max(0, head.end + size - head.size)
+        return max(0, BLOCK + size - (spare.size if spare is not None else 0))
+
+    def _fits(self, head: Segment, size: int) -> bool:
+        # A record larger than a segment gets one of its own.
+        return head.end + size <= self._segment_bytes or head.end == BLOCK
+
     def _evict(self, budget: int, before: bytes) -> bool:
-        for share in (budget, 0):
+        for share in dict.fromkeys((budget, 0)):
             try:
                 lost = self._cleaner.free_one(share, before)
             except OSError as error:
@@ -137,14 +197,17 @@ class Writer:
         catalog = self._catalog
         with catalog.lock:
             head = catalog.active
-            # A record larger than a segment gets one of its own.
-            if head is not None and (head.end + size <= self._segment_bytes or head.end == BLOCK):
+            if head is not None and self._fits(head, size):
                 return head, catalog.promise(head, size)
-            if catalog.bytes_used + BLOCK + size > self._capacity:
+            if catalog.bytes_used + self._growth(size) > self._capacity:
                 return None
+            spare = catalog.take_spare()
         try:
             nonce = int.from_bytes(os.urandom(8), "little")
-            head = Segment.create(self._folder, self._next_number, nonce, direct=self._direct)
+            if spare is None:
+                head = Segment.create(self._folder, self._next_number, nonce, direct=self._direct)
+            else:
+                head = Segment.reuse(spare, self._next_number, nonce)
         except OSError as error:
             self.failed(error)
             return None
@@ -174,8 +237,8 @@ class Writer:
         try:
             with catalog.lock:
                 if segment.end == offset + record.size:
-                    segment.end = offset
-                    catalog.bytes_used -= record.size
+                    catalog.bytes_used -= segment.size - offset
+                    segment.end = segment.size = offset
                     segment.truncate(offset)
                     return
             segment.kill(offset, record.payload_bytes)

@@ -17,7 +17,6 @@ from paceline_kvstore.disk.blockio import supports_direct
 from paceline_kvstore.disk.catalog import Catalog, Clocks, Place
 from paceline_kvstore.disk.record import NO_PARENT, PAYLOAD_MAX, Record, record_bytes, tenant_digest
 from paceline_kvstore.disk.recovery import lock_folder, recover
-from paceline_kvstore.disk.segment import Segment
 from paceline_kvstore.disk.writer import Writer
 from paceline_kvstore.errors import CorruptChunk, FolderUnusable, KVStoreError
 from paceline_kvstore.keys import ChunkKey
@@ -134,7 +133,7 @@ class DiskTier:
             if slot:
                 self._catalog.index.touch(slot)
         if held is not None:
-            return not durable or self._sync([held])
+            return not durable or self._writer.sync(held)
         if len(source) > PAYLOAD_MAX or record_bytes(len(source)) > self._capacity // 4 or not self.writable:
             return self._refused()
         record = Record(
@@ -209,10 +208,7 @@ class DiskTier:
                 yield ChunkKey.from_bytes(wire)
 
     def flush(self) -> bool:
-        # With room held, no copy of a record that was just deleted is on its way.
-        with self._writer.room, self._catalog.lock:
-            segments = list(self._catalog.segments.values())
-        return not self._closed and self._sync(segments)
+        return not self._closed and self._writer.flush()
 
     def close(self) -> None:
         """Flush, then let go of the folder. Files close with their last reader."""
@@ -220,8 +216,7 @@ class DiskTier:
             return
         self.flush()
         self._closed = True
-        with self._writer.room, self._catalog.lock:
-            self._catalog.close()
+        self._writer.close()
         os.close(self._folder_fd)
 
     def check_integrity(self) -> None:
@@ -286,16 +281,6 @@ class DiskTier:
         if isinstance(error, KVStoreError):
             self.quarantine.add(key, f"{place.segment.path}:{place.offset}", error)
         self._writer.kill(place)
-
-    def _sync(self, segments: Sequence[Segment]) -> bool:
-        done = True
-        for segment in segments:
-            try:
-                segment.sync()
-            except OSError as error:
-                self._writer.failed(error)
-                done = False
-        return done
 
     def _buffer(self, size: int) -> Bytes:
         """Memory on page boundaries: staging, and beyond it pages of its own."""

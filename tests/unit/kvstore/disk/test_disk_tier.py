@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from paceline_kvstore import ChunkKey
+from paceline_kvstore import ChunkKey, CorruptChunk
 from paceline_kvstore.disk.catalog import CLOCK_TOLERANCE_S
 from paceline_kvstore.disk.record import BLOCK, record_bytes
 from paceline_kvstore.errors import FolderUnusable
@@ -294,6 +294,44 @@ def test_a_segment_that_may_not_be_opened_is_a_clear_error(open_tier):
     path.rmdir()
     path.with_suffix(".saved").rename(path)
     assert open_tier().get(key(1)) == b"x"
+
+
+def test_a_full_tier_writes_to_files_it_has(open_tier):
+    """Laid-out blocks are reused; what a file held before is found by no scan, also if the new use was short."""
+    tier = open_tier()
+    number = 0
+    while not tier.stats.evictions:
+        assert tier.put(key(number), payload_of(number))
+        number += 1
+    files = {path.stat().st_ino for path in tier.folder.iterdir()}
+    for _ in range(150):
+        assert tier.put(key(number), payload_of(number))
+        tier.check_integrity()
+        number += 1
+    assert len({path.stat().st_ino for path in tier.folder.iterdir()} - files) <= 2
+    held = set(tier.keys())
+    tier = open_tier()
+    assert set(tier.keys()) == held
+    assert all(tier.get(chunk) is not None for chunk in held)
+    assert tier.stats.corrupt == 0
+    check_bound(tier)
+
+
+def test_a_mark_that_comes_late_does_not_touch_the_files_next_use(open_tier):
+    tier = open_tier()
+    tier.put(key(0), payload_of(0))
+    place = tier._look(key(0).to_bytes())
+    assert place is not None
+    number = 1
+    while tier.contains([key(0)]) or place.segment.path.name != "spare.kv":
+        assert tier.put(key(number), payload_of(number))
+        number += 1
+    for number in range(1000, 1008):
+        assert tier.put(key(number), payload_of(number))
+    place.kill()
+    assert all(tier.get(key(number)) == payload_of(number) for number in range(1000, 1008))
+    with pytest.raises(CorruptChunk):
+        place.segment.read_header(place.offset)
 
 
 def test_dead_bytes_come_back(open_tier):
