@@ -16,9 +16,10 @@ from paceline_kvstore.disk.record import Record, record_bytes
 from paceline_kvstore.disk.segment import Segment
 from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.policy.eviction import nothing_spared
 from paceline_kvstore.policy.segments import ROUNDS, Candidate, Keepers, SegmentFacts, keepers, victims
 
-SUBTREE_MAX = 256
+SUBTREE_MAX = 64
 """How many followers are looked at before a chunk counts as used no more than they: bounds one look under the lock."""
 
 Reserve = Callable[[int], tuple[Segment, int] | None]
@@ -113,12 +114,22 @@ class Cleaner:
             with catalog.lock:
                 if index.segment[slot] != segment.number or catalog.is_expired(slot):
                     continue
-                family = list(islice(index.subtree(slot), SUBTREE_MAX))
-                uses = max(index.uses[member] for member in family)
-                keys = [ChunkKey.from_bytes(index.key(member)) for member in family]
                 size = record_bytes(index.payload_bytes[slot])
+                uses, keys = self._family(slot)
             found.append(Candidate(slot, size, uses, slot in lineage or any(map(self._spared, keys))))
         return found
+
+    def _family(self, slot: int) -> tuple[int, list[ChunkKey]]:
+        """Uses of a chunk, or else of what hangs on it, and the keys to ask about if any may be spared."""
+        index = self._catalog.index
+        uses = index.uses[slot]
+        if uses and self._spared is nothing_spared:
+            return uses, []
+        family = list(islice(index.subtree(slot), SUBTREE_MAX))
+        uses = uses or max(index.uses[member] for member in family)
+        if self._spared is nothing_spared:
+            return uses, []
+        return uses, [ChunkKey.from_bytes(index.key(member)) for member in family]
 
     def _copy_on(self, segment: Segment, slots: list[int]) -> None:
         """Copies are on the device before the original goes, so a durable chunk stays durable. OSError."""

@@ -23,8 +23,8 @@ from paceline_kvstore.keys import ChunkKey
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PAUSE_S = 5.0
 """How long nothing is written after the device failed."""
-TRIES = 8
-"""Segments freed for one record beyond twice those there are, before it is refused: copies may eat what is freed."""
+TRIES = 4
+"""Segments freed for one record beyond those that it is long, before it is refused: copies may eat what is freed."""
 FULL_S = 60.0
 """How long the tier makes do with the bytes it has after the disk was full, before it tries to grow again."""
 
@@ -138,13 +138,13 @@ class Writer:
     def shrink(self) -> None:
         """Evict until the bound holds, as after a restart with a smaller one."""
         with self.room:
-            self._make_room(0, NO_PARENT)
+            for _ in range(2 * len(self._catalog.segments)):
+                if self._make_room(0, NO_PARENT):
+                    return
 
     def _make_room(self, size: int, before: bytes) -> bool:
         """Evict until a record of `size` bytes and the headroom fit. Needs `room`."""
-        with self._catalog.lock:
-            tries = 2 * len(self._catalog.segments) + TRIES
-        for _ in range(tries):
+        for _ in range(TRIES + 2 * size // self._segment_bytes):
             limit = self._limit if self._steady() < self._limited_until else self._capacity
             with self._catalog.lock:
                 used = self._catalog.bytes_used
