@@ -12,7 +12,7 @@ from itertools import islice
 from paceline_kvstore import codec
 from paceline_kvstore.arena import Bytes
 from paceline_kvstore.disk.catalog import Catalog, Place
-from paceline_kvstore.disk.record import Record, record_bytes
+from paceline_kvstore.disk.record import BLOCK, Record, record_bytes
 from paceline_kvstore.disk.segment import Segment
 from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.keys import ChunkKey
@@ -72,9 +72,12 @@ class Cleaner:
         return None
 
     def _facts(self) -> list[SegmentFacts]:
-        with self._catalog.lock:
-            segments = [segment for segment in self._catalog.segments.values() if not segment.writers]
-            return [SegmentFacts(segment.number, segment.turn, segment.end, segment.live) for segment in segments]
+        catalog = self._catalog
+        with catalog.lock:
+            idle = [segment for segment in catalog.segments.values() if not segment.writers]
+            # The head is young, and half empty is not half dead: it goes only when it is all there is.
+            older = [segment for segment in idle if segment is not catalog.active] or idle
+            return [SegmentFacts(one.number, one.turn, one.end - BLOCK, one.live) for one in older]
 
     def _choose(self, facts: SegmentFacts, budget: int, lineage: set[int]) -> Keepers | None:
         with self._catalog.lock:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PAUSE_S = 5.0
 """How long nothing is written after the device failed."""
 TRIES = 4
-"""Segments freed for one record beyond those that it is long, before it is refused: copies may eat what is freed."""
+"""Segments freed for one record without any gain, before it is refused: copies may eat what is freed."""
 FULL_S = 60.0
 """How long the tier makes do with the bytes it has after the disk was full, before it tries to grow again."""
 
@@ -138,21 +139,23 @@ class Writer:
     def shrink(self) -> None:
         """Evict until the bound holds, as after a restart with a smaller one."""
         with self.room:
-            for _ in range(2 * len(self._catalog.segments)):
-                if self._make_room(0, NO_PARENT):
-                    return
+            self._make_room(0, NO_PARENT)
 
     def _make_room(self, size: int, before: bytes) -> bool:
         """Evict until a record of `size` bytes and the headroom fit. Needs `room`."""
-        for _ in range(TRIES + 2 * size // self._segment_bytes):
+        least, vain = sys.maxsize, 0
+        while vain <= TRIES:
             limit = self._limit if self._steady() < self._limited_until else self._capacity
             with self._catalog.lock:
-                used = self._catalog.bytes_used
+                used, spare = self._catalog.bytes_used, self._catalog.spare
                 growth = self._growth(size)
             if used + growth + self._headroom <= limit:
                 return True
             if self._turn_to_spare():
                 continue
+            taken = used - (spare.size if spare is not None else 0)
+            vain += taken >= least
+            least = min(least, taken)
             # Beyond the limit there is no room for copies: a full disk said so.
             if not self._evict(max(0, min(self._segment_bytes // 2, limit - used - BLOCK)), before):
                 return False

@@ -17,7 +17,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class SegmentFacts:
-    """A segment's number, its turn (small goes first), its bytes on disk, and those of records that can be found."""
+    """A segment's number, its turn (small goes first), bytes of its records, and of those that can be found."""
 
     number: int
     turn: int
