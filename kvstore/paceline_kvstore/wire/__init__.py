@@ -1,0 +1,1 @@
+"""How engines and the node server talk: `frames` and `messages` say what the bytes mean, `transport` moves them."""
