@@ -229,5 +229,34 @@ OPERATOR = (
            help="Index entries that a real list no longer had."),
 )  # fmt: skip
 
-CATALOGUE: tuple[Metric, ...] = ENGINE + ENGINE_GPU + ENGINE_COMPAT + ROUTER + OPERATOR
+_REQUEST_BUCKETS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+KV_SERVER = (
+    Metric(name="paceline_kvstore_requests", type=_C, labels=("operation", "outcome"),
+           help="Requests of clients: ok, miss, too_large, refused, lost (the connection ended first)."),
+    Metric(name="paceline_kvstore_request_seconds", type=_H, unit="seconds", labels=("operation",),
+           buckets=_REQUEST_BUCKETS, help="From a request's first byte to its answer's last."),
+    Metric(name="paceline_kvstore_payload_bytes", type=_C, unit="bytes", labels=("direction",),
+           help="Bytes of KV sent to and received from clients."),
+    Metric(name="paceline_kvstore_connections", type=_G, help="Clients' connections."),
+    Metric(name="paceline_kvstore_connections_closed", type=_C, labels=("reason",),
+           help="Connections that ended: closed by the client, or by the server for another reason."),
+    Metric(name="paceline_kvstore_receiving_bytes", type=_G, unit="bytes", help="Memory lent to puts under way."),
+    Metric(name="paceline_kvstore_pinned_chunks", type=_G, help="Pins that clients and administrators hold."),
+    Metric(name="paceline_kvstore_pinned_bytes", type=_G, unit="bytes", help="Bytes of KV that pins hold."),
+    Metric(name="paceline_kvstore_corrupt_chunks", type=_C,
+           help="Chunks refused because bytes, key or version were wrong, on arrival or in the tier."),
+    Metric(name="paceline_kvstore_tier_bytes", type=_G, unit="bytes", help="Bytes that chunks take in the tier."),
+    Metric(name="paceline_kvstore_tier_capacity_bytes", type=_G, unit="bytes", help="Bound on the tier's bytes."),
+    Metric(name="paceline_kvstore_tier_hits", type=_C, help="Reads that the tier answered with a chunk."),
+    Metric(name="paceline_kvstore_tier_misses", type=_C, help="Reads of chunks that the tier doesn't have."),
+    Metric(name="paceline_kvstore_tier_puts", type=_C, help="Chunks that the tier took in."),
+    Metric(name="paceline_kvstore_tier_refused", type=_C, help="Chunks that the tier didn't keep."),
+    Metric(name="paceline_kvstore_tier_evictions", type=_C, help="Chunks that made room for others."),
+    Metric(name="paceline_kvstore_tier_expired", type=_C, help="Chunks dropped for their age."),
+    Metric(name="paceline_kvstore_tier_errors", type=_C, help="Calls of the tier that ended in an I/O error."),
+)  # fmt: skip
+
+CATALOGUE: tuple[Metric, ...] = ENGINE + ENGINE_GPU + ENGINE_COMPAT + ROUTER + OPERATOR + KV_SERVER
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}

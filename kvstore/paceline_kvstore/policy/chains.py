@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -49,4 +49,14 @@ class Chains(Generic[K]):
         while key is not None and key in self._parent and key not in found:
             found.add(key)
             key = self._parent[key]
+        return found
+
+    def descendants(self, keys: Iterable[K]) -> set[K]:
+        """`keys` and all that are held and come after one of them without a gap."""
+        found = set(keys)
+        todo = list(found)
+        while todo:
+            new = [child for child in self._children.get(todo.pop(), ()) if child not in found]
+            found.update(new)
+            todo.extend(new)
         return found

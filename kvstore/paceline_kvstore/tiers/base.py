@@ -15,13 +15,15 @@ class Lease:
     """A payload whose memory stays as it is until `release`, whatever happens to its chunk meanwhile.
 
     `payload` is read-only. A view made from it (a slice, a numpy array) keeps the memory too, so that a late reader
-    never sees another chunk's bytes; the memory returns to the tier with the last of them.
+    never sees another chunk's bytes; the memory returns to the tier with the last of them. `header` is the chunk's
+    header (`codec`) where the tier has it at hand: who passes the chunk on passes on the writer's checksum.
     """
 
-    __slots__ = ("payload",)
+    __slots__ = ("header", "payload")
 
-    def __init__(self, payload: memoryview) -> None:
+    def __init__(self, payload: memoryview, header: bytes | None = None) -> None:
         self.payload = payload
+        self.header = header
 
     def release(self) -> None:
         """Give the memory back. Calling it again does nothing; `payload` is unusable afterwards."""

@@ -144,7 +144,7 @@ class MemoryTier:
 
     def lease(self, key: ChunkKey) -> Lease | None:
         chunk = self._find(key)
-        return None if chunk is None else Lease(chunk.payload.data.toreadonly())
+        return None if chunk is None else Lease(chunk.payload.data.toreadonly(), chunk.header)
 
     def contains(self, keys: Sequence[ChunkKey]) -> int:
         with self._lock:

@@ -8,7 +8,9 @@ from paceline_api.metrics import BY_NAME, CATALOGUE, MetricType
 def test_names_are_unique_and_prefixed() -> None:
     assert len(BY_NAME) == len(CATALOGUE)
     for metric in CATALOGUE:
-        assert metric.name.startswith(("paceline_engine_", "paceline_router_", "paceline_operator_", "vllm:"))
+        assert metric.name.startswith(
+            ("paceline_engine_", "paceline_router_", "paceline_operator_", "paceline_kvstore_", "vllm:")
+        )
 
 
 def test_total_is_left_to_the_exposition_and_units_are_spelled_out() -> None:

@@ -1,0 +1,1 @@
+"""The client's side of the node server's protocol, under `tiers.remote`."""

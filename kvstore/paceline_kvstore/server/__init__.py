@@ -1,0 +1,1 @@
+"""`paceline-kvstore serve`: a process that shares one tier among the engines of a node."""

@@ -1,0 +1,327 @@
+"""The node server as a tier: what other engines of the node keep, over a few connections.
+
+Whatever is wrong with the server or the way to it is a miss or "not kept", soon, and counts in `stats.errors`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from paceline_kvstore import codec
+from paceline_kvstore.arena import Arena
+from paceline_kvstore.codec import Buffer
+from paceline_kvstore.errors import KVStoreError
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.quarantine import Quarantine
+from paceline_kvstore.remote.link import Link, Refused
+from paceline_kvstore.remote.pool import Backoff, LinkPool
+from paceline_kvstore.stats import TierStats
+from paceline_kvstore.tiers.base import Lease
+from paceline_kvstore.wire import messages as msg
+from paceline_kvstore.wire.address import Address
+from paceline_kvstore.wire.frames import ProtocolError
+from paceline_kvstore.wire.transport import Slow
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SESSION = msg.SESSION_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """Times in seconds. Reads never wait for writes: each kind has connections of its own.
+
+    read_deadline: for one call of get, read_into, lease or contains, and write_deadline for one of any other, from
+    first to last byte and reconnecting included. staging_bytes: reused memory for payloads that were asked for without
+    a buffer; more of them at once get memory of their own.
+    """
+
+    token: str = ""
+    read_connections: int = 4
+    write_connections: int = 2
+    read_deadline: float = 5.0
+    write_deadline: float = 30.0
+    backoff: float = 0.05
+    backoff_max: float = 2.0
+    staging_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A chunk that was asked for: its bytes, or that they don't fit."""
+
+    size: int
+    payload: memoryview | None
+
+
+class RemoteTier:
+    """Implements `Tier`. Safe to call from several threads; a call may take a deadline of its own."""
+
+    def __init__(self, address: Address, options: RemoteOptions | None = None) -> None:
+        self.address = address
+        self.quarantine = Quarantine()
+        self._options = options = options or RemoteOptions()
+        self._hello = msg.Hello(os.urandom(_SESSION), options.token)
+        # One for both pools: they lead to the same server.
+        backoff = Backoff(options.backoff, options.backoff_max)
+        self._reads = LinkPool(options.read_connections, self._connect, backoff)
+        self._writes = LinkPool(options.write_connections, self._connect, backoff)
+        self._staging = Arena(options.staging_bytes)
+        self._lock = Lock()
+        self._stats = TierStats()
+        self._bytes_used = self._capacity = 0
+        self._closed = False
+
+    @property
+    def read_deadline(self) -> float:
+        """Seconds that a read takes at most unless the call says otherwise."""
+        return self._options.read_deadline
+
+    @property
+    def stats(self) -> TierStats:
+        """What this client saw."""
+        with self._lock:
+            return replace(self._stats)
+
+    @property
+    def bytes_used(self) -> int:
+        """The server's, as of now; the last known while it can't be reached."""
+        self._refresh()
+        return self._bytes_used
+
+    @property
+    def capacity(self) -> int:
+        """The server's; 0 until it was reached."""
+        if not self._capacity:
+            self._refresh()
+        return self._capacity
+
+    def put(
+        self,
+        key: ChunkKey,
+        payload: Buffer,
+        *,
+        parent: ChunkKey | None = None,
+        tenant: str = "",
+        durable: bool = False,
+    ) -> bool:
+        if len(tenant.encode()) > msg.TENANT_BYTES_MAX:
+            raise ValueError(f"a tenant's name has at most {msg.TENANT_BYTES_MAX} bytes, not {len(tenant.encode())}")
+        source = codec.as_bytes(payload)
+        chunk = (codec.encode_header(key, source), source)
+        kept = self._call(
+            self._writes, self._options.write_deadline, self._put, chunk, msg.Put(key, parent, tenant, durable)
+        )
+        self._count(puts=int(bool(kept)), refused=int(not kept))
+        return bool(kept)
+
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
+        found = self._read(key, None, deadline)
+        return None if found is None or found.payload is None else found.payload.toreadonly()
+
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
+        view = codec.as_bytes(target)
+        found = self._read(key, view, deadline)
+        if found is not None and found.payload is None:
+            raise ValueError(f"the payload has {found.size} bytes, the buffer {len(view)}")
+        return None if found is None else found.size
+
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
+        payload = self.get(key, deadline=deadline)
+        return None if payload is None else Lease(payload)
+
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
+        seconds = self._options.read_deadline if deadline is None else deadline
+        end = time.monotonic() + seconds
+        return self._leading(self._reads, keys, lambda part: msg.Contains(part), end)
+
+    def pin(self, keys: Sequence[ChunkKey], seconds: float) -> int:
+        """Have the server hold the leading chunks that are there for so long; how many those are.
+
+        Pins end with their time, with `unpin`, or when this client is gone.
+        """
+        milliseconds = max(0, int(seconds * 1000))
+        end = time.monotonic() + self._options.write_deadline
+        return self._leading(self._writes, keys, lambda part: msg.Pin(part, milliseconds), end)
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> int:
+        """Let go of this client's pins on these chunks; how many there were."""
+        return sum(
+            self._ask(self._writes, self._options.write_deadline, msg.Unpin(tuple(keys[at : at + msg.KEYS_MAX])))
+            for at in range(0, len(keys), msg.KEYS_MAX)
+        )
+
+    def delete(self, key: ChunkKey) -> bool:
+        return bool(self._ask(self._writes, self._options.write_deadline, msg.Delete(key)))
+
+    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
+        return self._ask(self._writes, self._options.write_deadline, msg.Clear(namespace, tenant))
+
+    def keys(self) -> Iterator[ChunkKey]:
+        return iter(self._call(self._writes, self._options.write_deadline, self._list_keys) or [])
+
+    def flush(self) -> bool:
+        return bool(self._ask(self._writes, self._options.write_deadline, msg.Flush()))
+
+    def close(self) -> None:
+        """Leave the server; what it holds stays. Payloads that were handed out stay readable."""
+        self._closed = True
+        self._reads.close()
+        self._writes.close()
+
+    def _connect(self, deadline: float) -> Link:
+        link = Link(self.address, self._hello, deadline)
+        self._capacity = link.capacity
+        return link
+
+    def _read(self, key: ChunkKey, target: memoryview | None, deadline: float | None) -> _Found | None:
+        seconds = self._options.read_deadline if deadline is None else deadline
+        found = self._call(self._reads, seconds, self._fetch, key, target)
+        self._count(hits=int(found is not None), misses=int(found is None))
+        return found
+
+    def _fetch(self, link: Link, end: float, key: ChunkKey, target: memoryview | None) -> _Found | None:
+        capacity = 2**63 if target is None else len(target)
+        reply, head = link.ask(msg.Get(key, capacity), end)
+        match reply:
+            case msg.Miss():
+                return None
+            case msg.TooLarge(size):
+                return _Found(size, None)
+            case msg.Hit():
+                size = head.payload_bytes - codec.HEADER_BYTES
+                if not 0 <= size <= capacity:
+                    raise ProtocolError(f"a hit has {head.payload_bytes} bytes of payload")
+            case _:
+                raise ProtocolError(f"the server answers a get with {type(reply).__name__}")
+        header = bytearray(codec.HEADER_BYTES)
+        payload = self._memory(size) if target is None else target[:size]
+        link.receive(header, end)
+        link.receive(payload, end)
+        try:
+            codec.check(header, payload, key)
+        except KVStoreError as error:
+            self._refuse(link, end, key, error)
+            return None
+        return _Found(size, payload)
+
+    def _refuse(self, link: Link, end: float, key: ChunkKey, error: KVStoreError) -> None:
+        """Count a bad chunk and have the server drop it, or everybody would fetch it again."""
+        self.quarantine.add(key, str(self.address), error)
+        self._count(corrupt=1)
+        link.ask(msg.Delete(key), end)
+
+    def _memory(self, size: int) -> memoryview:
+        extent = self._staging.take(size) if size <= self._staging.size else None
+        return np.empty(size, dtype=np.uint8).data if extent is None else extent.data
+
+    def _put(self, link: Link, end: float, chunk: tuple[bytes, memoryview], request: msg.Put) -> bool:
+        if sum(map(len, chunk)) > link.chunk_bytes_max:
+            return False
+        return bool(self._number(link.ask(request, end, chunk)[0]))
+
+    def _list_keys(self, link: Link, end: float) -> list[ChunkKey]:
+        found: list[ChunkKey] = []
+        more = True
+        while more:
+            reply, _ = link.ask(msg.Keys(restart=not found), end)
+            if not isinstance(reply, msg.KeyPage):
+                raise ProtocolError(f"the server answers keys with {type(reply).__name__}")
+            found += reply.keys
+            more = reply.more and bool(reply.keys)
+        return found
+
+    def _leading(
+        self,
+        pool: LinkPool,
+        keys: Sequence[ChunkKey],
+        request: Callable[[tuple[ChunkKey, ...]], msg.Request],
+        end: float,
+    ) -> int:
+        """A count of leading keys, in as many requests as a list of that length takes."""
+        total = 0
+        for at in range(0, len(keys), msg.KEYS_MAX):
+            part = tuple(keys[at : at + msg.KEYS_MAX])
+            count = min(len(part), self._ask(pool, end - time.monotonic(), request(part)))
+            total += count
+            if count < len(part):
+                break
+        return total
+
+    def _ask(self, pool: LinkPool, seconds: float, request: msg.Request) -> int:
+        """The number that the server answers, 0 if it can't."""
+
+        def ask(link: Link, end: float) -> int:
+            return self._number(link.ask(request, end)[0])
+
+        return self._call(pool, seconds, ask) or 0
+
+    @staticmethod
+    def _number(reply: msg.Reply) -> int:
+        if not isinstance(reply, msg.Count):
+            raise ProtocolError(f"the server answers with {type(reply).__name__} where a count is due")
+        return reply.number
+
+    def _refresh(self) -> None:
+        def ask(link: Link, end: float) -> msg.StatsReply:
+            reply, _ = link.ask(msg.Stats(), end)
+            if not isinstance(reply, msg.StatsReply):
+                raise ProtocolError(f"the server answers stats with {type(reply).__name__}")
+            return reply
+
+        reply = self._call(self._reads, self._options.read_deadline, ask)
+        if reply is not None:
+            self._bytes_used, self._capacity = reply.bytes_used, reply.capacity
+
+    def _call(
+        self,
+        pool: LinkPool,
+        seconds: float,
+        action: Callable[Concatenate[Link, float, _P], _T],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> _T | None:
+        """The action's answer within so many seconds, or None. A connection that died idle is replaced once."""
+        if self._closed:
+            return None
+        end = time.monotonic() + seconds
+        for is_last in (False, True):
+            try:
+                link = pool.take(end)
+            except (OSError, KVStoreError) as error:
+                return self._fault(error)
+            try:
+                answer = action(link, end, *args, **kwargs)
+            except (ConnectionError, Refused) as error:
+                pool.drop(link)
+                if is_last or not link.used:
+                    return self._fault(error)
+            except (OSError, KVStoreError) as error:
+                pool.drop(link)
+                return self._fault(error)
+            except BaseException:
+                pool.drop(link)
+                raise
+            else:
+                pool.give_back(link)
+                return answer
+        return None
+
+    def _fault(self, error: Exception) -> None:
+        self._count(errors=1)
+        logger.log(logging.DEBUG if isinstance(error, Slow) else logging.INFO, "%s: %s", self.address, error)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + count)

@@ -1,0 +1,268 @@
+"""The remote tier when the server is away, slow, wrong, or new: misses, counted, soon, and never an exception."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline_kvstore import ChunkKey, codec
+from paceline_kvstore.remote.pool import Backoff
+from paceline_kvstore.tiers import MemoryTier
+from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
+from paceline_kvstore.wire import messages as msg
+from paceline_kvstore.wire.address import Address, is_loopback, parse_address
+
+Key = Callable[..., ChunkKey]
+CHUNK = b"c" * 100
+
+
+class Impostor:
+    """Listens like a node server; `say` gets each connection after its hello was read."""
+
+    def __init__(self, path: Path, say: Callable[[socket.socket], None]) -> None:
+        self.address = Address(path=str(path))
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._say = say
+        self.num_connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            threading.Thread(target=self._talk, args=(sock,), daemon=True).start()
+
+    def _talk(self, sock: socket.socket) -> None:
+        with sock:
+            sock.recv(1000)
+            try:
+                self._say(sock)
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+OPEN: list[RemoteTier] = []
+
+
+def connect(address: Address, options: RemoteOptions | None = None) -> RemoteTier:
+    OPEN.append(RemoteTier(address, options))
+    return OPEN[-1]
+
+
+@pytest.fixture(autouse=True)
+def close_tiers() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+@pytest.fixture
+def impostor(tmp_path: Path) -> Iterator[Callable[[Callable[[socket.socket], None]], Impostor]]:
+    made: list[Impostor] = []
+
+    def make(say: Callable[[socket.socket], None]) -> Impostor:
+        made.append(Impostor(tmp_path / "kv.sock", say))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def welcome(sock: socket.socket) -> None:
+    sock.sendall(msg.encode_reply(1, msg.Welcome(10**9, 10**6)))
+
+
+def every_call(tier: RemoteTier, key: ChunkKey) -> list[Any]:
+    """What each method answers; all of it must mean "no"."""
+    return [
+        tier.get(key), tier.read_into(key, bytearray(200)), tier.lease(key), tier.contains([key]), tier.put(key, CHUNK),
+        tier.delete(key), tier.clear(), list(tier.keys()), tier.flush(), tier.pin([key], 1), tier.unpin([key]),
+        tier.bytes_used,
+    ]  # fmt: skip
+
+
+NO = [None, None, None, 0, False, False, 0, [], False, 0, 0, 0]
+
+
+@pytest.mark.parametrize("address", [Address(path="/nonexistent/kv.sock"), Address(host="127.0.0.1", port=1)])
+def test_without_a_server_everything_is_a_miss(key: Key, address: Address) -> None:
+    tier = connect(address)
+    assert every_call(tier, key(1)) == NO
+    assert tier.stats.errors == 12 and tier.stats.misses == 3 and tier.stats.refused == 1
+    assert tier.capacity == 0
+
+
+def reply_with(*frames: bytes) -> Callable[[socket.socket], None]:
+    def say(sock: socket.socket) -> None:
+        welcome(sock)
+        while sock.recv(100_000):
+            for frame in frames:
+                sock.sendall(frame)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100)),
+        lambda sock: sock.sendall(msg.encode_reply(1, msg.Count(1))),
+        lambda sock: welcome(sock),
+        reply_with(b"\xff" * 64),
+        reply_with(msg.encode_reply(77, msg.Count(0))),
+        reply_with(msg.encode_reply(0, msg.Fail(msg.Reason.INTERNAL, "broken"))),
+        reply_with(msg.encode_reply(2, msg.Hit(), 10) + bytes(10)),
+        reply_with(msg.encode_reply(2, msg.Hit(), 10**5)),
+        reply_with(msg.encode_reply(2, msg.Hit(), 10**15)),
+        reply_with(msg.encode_reply(2, msg.Welcome(1, 1))),
+    ],
+)
+def test_a_server_that_talks_nonsense_is_a_miss(impostor: Any, key: Key, say: Callable[[socket.socket], None]) -> None:
+    tier = connect(impostor(say).address, RemoteOptions(read_deadline=0.2, write_deadline=0.2, backoff=1e-6))
+    assert every_call(tier, key(1)) == NO
+    assert tier.stats.errors == 12 and tier.stats.hits == 0
+
+
+def test_a_silent_server_costs_the_deadline_and_no_more(impostor: Any, key: Key) -> None:
+    release = threading.Event()
+    fake = impostor(lambda _sock: release.wait(20))
+    tier = connect(fake.address, RemoteOptions(read_deadline=30.0))
+    assert tier.get(key(1), deadline=0.05) is None
+    assert tier.contains([key(1)], deadline=0.05) == 0
+    assert tier.read_into(key(1), bytearray(10), deadline=0.0) is None
+    assert tier.stats.errors == 3
+    release.set()
+
+
+def test_a_forged_or_foreign_chunk_is_a_miss_and_counted(impostor: Any, key: Key) -> None:
+    chunks = iter([codec.encode(key(2), CHUNK), codec.encode(key(1), CHUNK)[:-1] + b"x"])
+
+    def say(sock: socket.socket) -> None:
+        welcome(sock)
+        number = 1
+        while sock.recv(100_000):
+            number += 1
+            chunk = next(chunks)
+            sock.sendall(msg.encode_reply(number, msg.Hit(), len(chunk)) + chunk)
+            sock.recv(1000)
+            number += 1
+            sock.sendall(msg.encode_reply(number, msg.Count(1)))
+
+    tier = connect(impostor(say).address)
+    assert tier.get(key(1)) is None and tier.get(key(1)) is None
+    assert tier.quarantine.counts == {"foreign": 1, "corrupt": 1, "version": 0}
+    assert (tier.stats.corrupt, tier.stats.misses, tier.stats.errors) == (2, 2, 0)
+
+
+def test_a_server_that_is_away_is_not_asked_again_at_once(impostor: Any, key: Key) -> None:
+    fake = impostor(lambda sock: sock.close())
+    tier = connect(fake.address, RemoteOptions(backoff=60.0, backoff_max=60.0))
+    for _ in range(50):
+        assert tier.get(key(1)) is None
+    assert fake.num_connections == 1 and tier.stats.errors == 50
+
+
+def test_pauses_double_up_to_a_bound_and_end_with_success() -> None:
+    backoff = Backoff(1.0, 10.0, chance=lambda: 0.0)
+    now = 0.0
+    for pause in (1, 2, 4, 8, 10, 10):
+        backoff.failed(now)
+        assert backoff.blocked(now + pause - 0.01) and not backoff.blocked(now + pause)
+        now += pause
+    backoff.succeeded()
+    assert not backoff.blocked(now)
+    backoff.failed(now)
+    assert not backoff.blocked(now + 1)
+
+
+def test_pauses_are_spread_by_chance() -> None:
+    backoff = Backoff(1.0, 10.0, chance=lambda: 1.0)
+    backoff.failed(0.0)
+    assert backoff.blocked(0.49) and not backoff.blocked(0.5)
+
+
+def test_busy_connections_bound_what_a_tier_asks_at_a_time(impostor: Any, key: Key) -> None:
+    release = threading.Event()
+    fake = impostor(lambda _sock: release.wait(20))
+    tier = connect(fake.address, RemoteOptions(read_connections=2, read_deadline=0.5))
+    threads = [threading.Thread(target=tier.get, args=(key(number),)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    release.set()
+    assert fake.num_connections <= 2 and tier.stats.errors == 8
+
+
+def test_memory_for_payloads_is_reused_and_never_under_a_reader(start: Callable[..., Any], key: Key) -> None:
+    node = start(capacity=4 << 20)
+    tier = node.client(staging_bytes=8 * 4096)
+    for number in range(32):
+        node.tier.put(key(number), bytes([number]) * 4096)
+    kept = [tier.get(key(number)) for number in range(32)]
+    assert [payload[0] for payload in kept] == list(range(32))
+    assert tier._staging.num_taken == 8
+    del kept
+    assert tier._staging.num_taken == 0
+
+
+def test_what_a_client_got_survives_the_server(start: Callable[..., Any], key: Key) -> None:
+    node = start()
+    tier = node.client()
+    tier.put(key(1), CHUNK)
+    payload = tier.get(key(1))
+    node.server.close()
+    assert payload == CHUNK
+    assert tier.get(key(1)) is None and tier.stats.errors == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("unix:///run/kv.sock", Address(path="/run/kv.sock")),
+        ("tcp://127.0.0.1:7460", Address(host="127.0.0.1", port=7460)),
+        ("tcp://[::1]:1", Address(host="::1", port=1)),
+        ("tcp://kv.local:65535", Address(host="kv.local", port=65535)),
+    ],
+)
+def test_an_address_is_written_as_it_is_read(text: str, address: Address) -> None:
+    assert parse_address(text) == address and str(address) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "kv", "unix://kv", "tcp://:1", "tcp://h:0", "tcp://h:65536", "tcp://h", "http://h:1"]
+)
+def test_another_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write tcp://HOST:PORT, or unix:///PATH"):
+        parse_address(text)
+
+
+def test_only_loopback_is_loopback() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost", "127.9.9.9")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "::", "example.org", "")))
+
+
+def test_a_tenants_name_that_is_too_long_is_the_callers_mistake(node: Any, key: Key) -> None:
+    with pytest.raises(ValueError, match="at most 256 bytes"):
+        node.client().put(key(1), b"x", tenant="t" * 257)
+
+
+def test_it_has_the_shape_of_any_other_tier(node: Any) -> None:
+    names = {name for name in dir(MemoryTier) if not name.startswith("_")} - {
+        "check_integrity", "footprint", "num_leased",
+    }  # fmt: skip
+    assert names <= set(dir(node.client()))
