@@ -1,0 +1,194 @@
+"""What `paceline-kvstore serve` was asked to do, and the errors that end it before it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline_kvstore.server.limits import Limits
+from paceline_kvstore.server.pins import PinLimits
+from paceline_kvstore.wire.address import UNIX_PATH_BYTES_MAX, is_loopback
+
+BACKLOG = 512
+_SOCKET_UMASK = 0o177
+"""A Unix socket is its owner's alone."""
+
+
+class BadInput(ValueError):
+    """Wrong options or environment: one line; exit code 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Sizes are bytes, durations seconds. socket: path of the Unix socket; port: None for no TCP."""
+
+    memory: int
+    socket: Path | None
+    host: str
+    port: int | None
+    admin_port: int
+    token_file: Path | None
+    ttl: float | None
+    max_chunk: int
+    max_inflight: int
+    max_connections: int
+    max_pinned: int
+    max_pin_time: float
+    frame_timeout: float
+    idle_timeout: float
+    drain_timeout: float
+
+    @property
+    def limits(self) -> Limits:
+        """Raises BadInput that names the option."""
+        for flag, size in (("--max-chunk", self.max_chunk), ("--max-connections", self.max_connections)):
+            if size < 1:
+                raise BadInput(f"{flag} must be at least 1, it is {size}")
+        if self.max_chunk > self.memory:
+            raise BadInput(
+                f"--max-chunk {self.max_chunk} is more than --memory {self.memory}: no such chunk could stay"
+            )
+        if self.max_inflight < self.max_chunk:
+            raise BadInput(
+                f"--max-inflight {self.max_inflight} has no room for one chunk (--max-chunk {self.max_chunk})"
+            )
+        for flag, seconds in (("--frame-timeout", self.frame_timeout), ("--idle-timeout", self.idle_timeout)):
+            if seconds <= 0:
+                raise BadInput(f"{flag} must be more than 0 s")
+        if self.ttl is not None and self.ttl <= 0:
+            raise BadInput("--ttl must be more than 0 s; leave it out to keep chunks of any age")
+        return Limits(
+            connections=self.max_connections,
+            chunk_bytes=self.max_chunk,
+            inflight_bytes=self.max_inflight,
+            frame_timeout_s=self.frame_timeout,
+            idle_timeout_s=self.idle_timeout,
+        )
+
+    @property
+    def pin_limits(self) -> PinLimits:
+        """Raises BadInput that names the option."""
+        if self.max_pinned > self.memory:
+            raise BadInput(f"--max-pinned {self.max_pinned} is more than --memory {self.memory}")
+        return PinLimits(bytes=self.max_pinned, seconds=self.max_pin_time)
+
+
+def read_token(options: ServeOptions) -> str | None:
+    """The token that clients must have, None for none. Raises BadInput: nobody serves openly by mistake."""
+    path = options.token_file
+    if path is None:
+        if not is_loopback(options.host):
+            raise BadInput(
+                f"--host {options.host} is open to other machines and there is no --token-file: give one, or bind to "
+                "127.0.0.1"
+            )
+        return None
+    try:
+        token = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"can't read --token-file {path}: {error}: check the path and its permissions") from error
+    if not token:
+        raise BadInput(f"--token-file {path} is empty: put the token into it")
+    return token
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Bound and listening, so that nobody else can take them meanwhile."""
+
+    clients: tuple[socket.socket, ...]
+    admin: socket.socket
+    path: Path | None
+    identity: tuple[int, int] | None
+
+    def close(self) -> None:
+        """Give the addresses back; the socket file goes only if it is still ours."""
+        for sock in (*self.clients, self.admin):
+            sock.close()
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                if _identity(self.path) == self.identity:
+                    self.path.unlink()
+
+
+def bind_sockets(options: ServeOptions) -> Sockets:
+    """Bind all, or none. Raises BadInput that names the option."""
+    if options.socket is None and options.port is None:
+        raise BadInput("neither --socket nor --port is given: clients need an address")
+    bound: list[socket.socket] = []
+    identity = None
+    try:
+        bound.append(_bind_tcp(options.host, options.admin_port, "--admin-port"))
+        if options.port is not None:
+            bound.append(_bind_tcp(options.host, options.port, "--port"))
+        if options.socket is not None:
+            bound.append(_bind_unix(options.socket))
+            identity = _identity(options.socket)
+    except BadInput:
+        for sock in bound:
+            sock.close()
+        raise
+    return Sockets(tuple(bound[1:]), bound[0], options.socket, identity)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Tells a file from a later one of the same name; inode numbers alone are used again at once."""
+    about = path.stat()
+    return about.st_ino, about.st_mtime_ns
+
+
+def _bind_tcp(host: str, port: int, flag: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise BadInput(f"port {port} on {host} is already in use: free it or give another {flag}") from error
+        raise BadInput(f"can't listen on {host} port {port} ({flag}): {error}") from error
+    return sock
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+        raise BadInput(f"--socket {path} is longer than {UNIX_PATH_BYTES_MAX} bytes, the most that the kernel takes")
+    _remove_dead(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(_SOCKET_UMASK)
+    try:
+        sock.bind(str(path))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise BadInput(f"can't listen on --socket {path}: {error.strerror}: check its folder") from error
+    finally:
+        os.umask(mask)
+    return sock
+
+
+def _remove_dead(path: Path) -> None:
+    """Take away the socket that a killed server left. Raises BadInput if it is alive, or no socket at all."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise BadInput(f"--socket {path} is there already and no socket: give another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except OSError as error:
+            raise BadInput(f"can't tell whether --socket {path} is in use: {error.strerror}") from error
+    raise BadInput(f"another server listens on --socket {path}: stop it or give another path")

@@ -1,0 +1,162 @@
+"""The node server as a process: two engines' clients, signals, kill -9 under load, and a taken address."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_process import wait_for
+from kv_server_process import KVServerProcess, kv_server_process
+
+from paceline_kvstore import ChunkKey
+from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
+from paceline_kvstore.wire import messages as msg
+from paceline_kvstore.wire.address import Address
+
+pytestmark = pytest.mark.e2e
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(b"n" * 32, number.to_bytes(32, "big"), 256)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[KVServerProcess]:
+    with kv_server_process(tmp_path) as process:
+        yield process
+
+
+def test_clients_share_chunks_over_both_kinds_of_sockets(server: KVServerProcess) -> None:
+    assert stat.S_IMODE(server.socket.stat().st_mode) == 0o600
+    near, far = server.client(), server.client(tcp=True)
+    payload = random.Random(1).randbytes(5 << 20)
+    assert near.put(key(1), payload, tenant="a")
+    target = bytearray(8 << 20)
+    assert far.read_into(key(1), target) == len(payload) and target[: len(payload)] == payload
+    assert far.contains([key(1), key(2)]) == 1
+    assert server.ask("GET", "/health/ready").status_code == 200
+    assert "paceline_kvstore_tier_hits_total 1.0" in server.ask("GET", "/metrics").text
+    assert server.ask("POST", "/admin/invalidate", json={"tenant": "a"}).json() == {"removed": 1}
+    assert near.get(key(1)) is None and near.stats.errors == far.stats.errors == 0
+
+
+def test_importing_it_loads_no_engine_and_no_heavy_package() -> None:
+    code = (
+        "import sys, paceline_kvstore.cli, paceline_kvstore.server.process, paceline_kvstore.tiers.remote;"
+        "heavy = {'torch', 'fastapi', 'pydantic', 'cryptography', 'boto3', 'paceline_engine'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sigterm_drains(server: KVServerProcess) -> None:
+    tier = server.client()
+    assert tier.put(key(1), b"x")
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.wait_exit() == 0
+    assert not server.socket.exists() and "draining for at most 30 s" in server.log.read_text()
+    assert tier.get(key(1)) is None and not tier.put(key(2), b"x")
+
+
+def stuck_put(server: KVServerProcess) -> socket.socket:
+    """A client that began to send a chunk and stopped."""
+    sock = Address(path=str(server.socket)).connect(5)
+    sock.sendall(
+        msg.encode_request(1, msg.Hello(bytes(16))) + msg.encode_request(2, msg.Put(key(9)), 1 << 20) + b"x" * 500
+    )
+    wait_for("it has begun", lambda: "receiving_bytes 0.0" not in server.ask("GET", "/metrics").text)
+    return sock
+
+
+def test_a_second_signal_stops_now(server: KVServerProcess) -> None:
+    with stuck_put(server):
+        server.popen.send_signal(signal.SIGTERM)
+        wait_for("not ready", lambda: server.ask("GET", "/health/ready").status_code == 503)
+        server.popen.send_signal(signal.SIGINT)
+        assert server.wait_exit() == 1
+    assert "SIGINT again: stopping now" in server.log.read_text()
+
+
+def test_a_drain_ends_at_its_limit(tmp_path: Path) -> None:
+    with kv_server_process(tmp_path, "--drain-timeout", "200ms") as server, stuck_put(server):
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 1
+    assert "drain limit: ending 1 connections" in server.log.read_text()
+
+
+def test_the_token_is_asked_for_where_others_could_come(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    with kv_server_process(tmp_path, "--token-file", str(token), "--host", "0.0.0.0") as server:
+        assert server.client(token="secret", tcp=True).put(key(1), b"x")
+        assert not server.client(tcp=True).put(key(2), b"x")
+        assert server.client(token="secres").get(key(1)) is None
+        assert server.ask("GET", "/admin/stats").status_code == 401
+        stats = server.ask("GET", "/admin/stats", headers={"authorization": "Bearer secret"}).json()
+        assert stats["tier"]["puts"] == 1
+
+
+PAYLOADS = [random.Random(number).randbytes(100_000 + number) for number in range(30)]
+
+
+def test_kill_9_and_restart_under_load_serves_nothing_wrong_and_raises_nothing(tmp_path: Path) -> None:
+    stop, failures = threading.Event(), []
+    tier = RemoteTier(Address(path=str(tmp_path / "kv.sock")), RemoteOptions(backoff=0.01, backoff_max=0.1))
+    hits = [0]
+
+    def load(seed: int) -> None:
+        dice = random.Random(seed)
+        try:
+            while not stop.is_set():
+                number = dice.randrange(30)
+                if dice.random() < 0.5:
+                    durable = dice.random() < 0.2
+                    kept = tier.put(key(number), PAYLOADS[number], durable=durable)
+                    assert not (kept and durable), "memory must not promise to survive"
+                else:
+                    payload = tier.get(key(number))
+                    assert payload is None or payload == PAYLOADS[number]
+                    hits[0] += payload is not None
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        with kv_server_process(tmp_path) as server:
+            before = hits[0]
+            wait_for("hits", lambda before=before: failures or hits[0] > before + 5)
+            server.popen.kill()
+            server.wait_exit()
+        errors = tier.stats.errors
+        wait_for("misses", lambda errors=errors: failures or tier.stats.errors > errors)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    tier.close()
+    assert failures == [] and tier.stats.corrupt == 0
+
+
+def test_a_taken_address_is_named_and_a_dead_socket_is_replaced(server: KVServerProcess, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline_kvstore.cli", "serve", "--admin-port", "0"]
+    for arguments, complaint in (
+        (["--socket", str(server.socket)], f"another server listens on --socket {server.socket}"),
+        (["--port", str(server.ports[0])], f"port {server.ports[0]} on 127.0.0.1 is already in use"),
+    ):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and complaint in done.stderr
+    assert server.client().put(key(1), b"x"), "the first one goes on"
+    server.popen.kill()
+    server.wait_exit()
+    assert server.socket.exists()
+    with kv_server_process(tmp_path) as second:
+        assert second.client().put(key(1), b"x")
