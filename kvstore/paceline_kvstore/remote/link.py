@@ -31,7 +31,7 @@ class Link:
             raise transport.Slow("the deadline has passed")
         self._sock = address.connect(timeout)
         self._inbox = transport.Inbox(self._sock)
-        self._last_id = 0
+        self._last_id = self._answered_id = 0
         self.chunk_bytes_max = 2**63
         self.used = False
         try:
@@ -49,14 +49,29 @@ class Link:
 
         Raises OSError, Refused or ProtocolError.
         """
-        self._last_id += 1
-        size = sum(memoryview(part).nbytes for part in payload)
         try:
-            transport.send(self._sock, [msg.encode_request(self._last_id, request, size), *payload], deadline)
+            self.post(request, deadline, payload)
         except (BrokenPipeError, ConnectionResetError):
             # The server may have said why before it closed.
-            return self._read_reply(deadline)
-        return self._read_reply(deadline)
+            return self.collect(deadline)
+        return self.collect(deadline)
+
+    def post(self, request: msg.Request, deadline: float, payload: Sequence[Buffer] = ()) -> None:
+        """Send a request, also before earlier ones were answered. Raises OSError."""
+        self._last_id += 1
+        size = sum(memoryview(part).nbytes for part in payload)
+        transport.send(self._sock, [msg.encode_request(self._last_id, request, size), *payload], deadline)
+
+    def collect(self, deadline: float) -> tuple[msg.Reply, Head]:
+        """The fields of the next reply, in the order of the requests. Raises as `ask`."""
+        head = self._inbox.head(msg.MESSAGE_FIELD_BYTES_MAX, self.chunk_bytes_max, deadline)
+        reply = msg.decode_reply(head.kind, self._inbox.read(head.field_bytes, deadline))
+        if isinstance(reply, msg.Fail):
+            raise Refused(reply)
+        self._answered_id += 1
+        if head.request_id != self._answered_id:
+            raise ProtocolError(f"the reply is for request {head.request_id}, due is {self._answered_id}")
+        return reply, head
 
     def receive(self, target: bytearray | memoryview, deadline: float) -> None:
         """The next bytes of the last reply's payload, straight into `target`. Raises OSError."""
@@ -65,12 +80,3 @@ class Link:
     def close(self) -> None:
         """Give the connection up. Idempotent."""
         transport.close(self._sock)
-
-    def _read_reply(self, deadline: float) -> tuple[msg.Reply, Head]:
-        head = self._inbox.head(msg.MESSAGE_FIELD_BYTES_MAX, self.chunk_bytes_max, deadline)
-        reply = msg.decode_reply(head.kind, self._inbox.read(head.field_bytes, deadline))
-        if isinstance(reply, msg.Fail):
-            raise Refused(reply)
-        if head.request_id != self._last_id:
-            raise ProtocolError(f"the reply is for request {head.request_id}, asked was {self._last_id}")
-        return reply, head

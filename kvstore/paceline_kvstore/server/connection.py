@@ -216,20 +216,31 @@ class Connection:
         if size < 0:
             raise ProtocolError(f"request put has {head.payload_bytes} bytes of payload, too few for a chunk's header")
         header = self._inbox.read(codec.HEADER_BYTES, deadline)
-        with shared.buffers.lend(size, shared.limits.inflight_wait_s) as buffer:
-            if buffer is None:
-                self._skip(size, deadline)
-                return False
-            self._inbox.read_into(buffer, deadline)
-            shared.metrics.on_received(size)
-            try:
-                codec.check(header, buffer, request.key)
-            except KVStoreError as error:
-                shared.quarantine.add(request.key, "received", error)
-                return False
-            return shared.store.put(
-                request.key, buffer, parent=request.parent, tenant=request.tenant, durable=request.durable
-            )
+        with shared.buffers.room(size, shared.limits.inflight_wait_s) as granted:
+            if granted:
+                kept = self._receive_payload(request, header, size, deadline)
+                shared.metrics.on_received(size)
+                return kept
+        self._skip(size, deadline)
+        return False
+
+    def _receive_payload(self, request: msg.Put, header: bytes, size: int, deadline: float) -> bool:
+        """Into the tier's own memory where it has some for it, else into a buffer that the tier copies from."""
+        store, key = self._shared.store, request.key
+        filling = None if request.durable else store.fill(key, size, parent=request.parent, tenant=request.tenant)
+        buffer = self._shared.buffers.take(size) if filling is None else filling.buffer
+        if buffer is None:
+            self._skip(size, deadline)
+            return False
+        self._inbox.read_into(buffer, deadline)
+        try:
+            codec.check(header, buffer, key)
+        except KVStoreError as error:
+            self._shared.quarantine.add(key, "received", error)
+            return False
+        if filling is not None:
+            return filling.keep(header)
+        return store.put(key, buffer, parent=request.parent, tenant=request.tenant, durable=request.durable)
 
     def _skip(self, num_bytes: int, deadline: float) -> None:
         scratch = memoryview(bytearray(_SCRATCH_BYTES))

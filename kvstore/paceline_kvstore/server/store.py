@@ -16,7 +16,7 @@ from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.server.ledger import Ledger
 from paceline_kvstore.server.pins import PinLimits, Pins
 from paceline_kvstore.stats import TierStats
-from paceline_kvstore.tiers.base import Lease, Tier
+from paceline_kvstore.tiers.base import FillableTier, Filling, Lease, Tier
 
 ADMIN = b"admin"
 """Owner of the pins that come from the admin port; they end only with their time."""
@@ -95,6 +95,25 @@ class NodeStore:
             if not (there and self._ledger.knows(key)):
                 self._ledger.add(key, parent, self._clock())
         return True
+
+    def fill(self, key: ChunkKey, num_bytes: int, *, parent: ChunkKey | None, tenant: str) -> Filling | None:
+        """The tier's own memory to receive a chunk into, or None: where the tier has no such thing, has the chunk
+        already, or no room."""
+        self._expire_if_old(key)
+        if not isinstance(self.tier, FillableTier) or self.tier.contains([key]):
+            return None
+        filling = self.tier.fill(key, num_bytes, parent=parent, tenant=tenant)
+        if filling is None:
+            return None
+        keep = filling.keep
+
+        def keep_and_note(header: bytes) -> bool:
+            kept = keep(header)
+            with self._lock:
+                self._ledger.add(key, parent, self._clock())
+            return kept
+
+        return Filling(filling.buffer, keep_and_note)
 
     def contains(self, keys: Sequence[ChunkKey]) -> int:
         """As `Tier.contains`; a chunk that is too old isn't there."""

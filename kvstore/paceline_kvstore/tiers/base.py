@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.keys import ChunkKey
@@ -40,6 +41,29 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+@dataclass(slots=True)
+class Filling:
+    """A tier's memory that a chunk is received into; it returns to the tier with the last reference to it.
+
+    `keep` takes the chunk's header (`codec`), once it was checked against `buffer`, and makes it a chunk of the tier;
+    nothing may be written from then on. True if the tier has the chunk.
+    """
+
+    buffer: memoryview
+    keep: Callable[[bytes], bool]
+
+
+@runtime_checkable
+class FillableTier(Protocol):
+    """A tier that can take a chunk without a copy."""
+
+    def fill(
+        self, key: ChunkKey, num_bytes: int, *, parent: ChunkKey | None = None, tenant: str = ""
+    ) -> Filling | None:
+        """Room for a payload of `num_bytes` that the tier doesn't have, or None if it would not be kept."""
+        ...
 
 
 class Tier(Protocol):

@@ -17,7 +17,7 @@ from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.eviction import Eviction, S3Fifo
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.stats import TierStats
-from paceline_kvstore.tiers.base import Lease
+from paceline_kvstore.tiers.base import Filling, Lease
 
 UNSHARED = 2
 """What `sys.getrefcount(chunk.payload)` says while only the tier holds it: its own reference and the argument."""
@@ -111,13 +111,17 @@ class MemoryTier:
                 return False
         # Outside the lock: leases must not wait for a copy. The extent is nobody else's until it is published.
         np.copyto(target, source)
-        header = codec.encode_header(key, source.data)
+        return self._publish(key, _Chunk(codec.encode_header(key, source.data), target, tenant), parent)
+
+    def fill(
+        self, key: ChunkKey, num_bytes: int, *, parent: ChunkKey | None = None, tenant: str = ""
+    ) -> Filling | None:
         with self._lock:
-            if key not in self._chunks:
-                self._chunks[key] = _Chunk(header, target, tenant)
-                self._eviction.add(key, pages(len(source)), parent)
-                self._stats.puts += 1
-        return True
+            target = None if key in self._chunks else self._take(num_bytes, parent)
+            if target is None:
+                self._stats.refused += 1
+                return None
+        return Filling(target.data, lambda header: self._publish(key, _Chunk(header, target, tenant), parent))
 
     def get(self, key: ChunkKey) -> memoryview | None:
         """The payload in place, after its checksum was compared. The view keeps the memory after eviction."""
@@ -202,6 +206,14 @@ class MemoryTier:
             self._stats.hits += 1
             self._eviction.touch(key)
             return chunk
+
+    def _publish(self, key: ChunkKey, chunk: _Chunk, parent: ChunkKey | None) -> bool:
+        with self._lock:
+            if key not in self._chunks:
+                self._chunks[key] = chunk
+                self._eviction.add(key, pages(len(chunk.payload)), parent)
+                self._stats.puts += 1
+        return True
 
     def _take(self, num_bytes: int, parent: ChunkKey | None) -> Bytes | None:
         """Memory for a new chunk; evicts until there is an extent that is long enough."""

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SESSION = msg.SESSION_BYTES
+_ANY_SIZE = 2**63
+AHEAD = 4
+"""Gets sent ahead by `read_many`: enough that the server never waits for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,25 @@ class RemoteTier:
         payload = self.get(key, deadline=deadline)
         return None if payload is None else Lease(payload)
 
+    def read_many(
+        self, wanted: Sequence[tuple[ChunkKey, bytearray | memoryview]], *, deadline: float | None = None
+    ) -> int:
+        """`read_into` for a chain of chunks, each into its own buffer, with requests sent ahead of their answers.
+
+        How many leading ones were read; what is in the other buffers means nothing. ValueError if a buffer is smaller
+        than its payload.
+        """
+        targets = [(key, codec.as_bytes(target)) for key, target in wanted]
+        seconds = self._options.read_deadline if deadline is None else deadline
+        found = self._call(self._reads, seconds, self._fetch_many, targets) or [None] * len(targets)
+        hits = sum(each is not None for each in found)
+        self._count(hits=hits, misses=len(found) - hits)
+        count = next((index for index, each in enumerate(found) if each is None), len(found))
+        for each, (_, view) in zip(found[:count], targets, strict=False):
+            if each is not None and each.payload is None:
+                raise ValueError(f"the payload has {each.size} bytes, the buffer {len(view)}")
+        return count
+
     def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
         seconds = self._options.read_deadline if deadline is None else deadline
         end = time.monotonic() + seconds
@@ -191,8 +213,22 @@ class RemoteTier:
         return found
 
     def _fetch(self, link: Link, end: float, key: ChunkKey, target: memoryview | None) -> _Found | None:
-        capacity = 2**63 if target is None else len(target)
-        reply, head = link.ask(msg.Get(key, capacity), end)
+        link.post(msg.Get(key, _ANY_SIZE if target is None else len(target)), end)
+        return self._receive(link, end, key, target)
+
+    def _fetch_many(self, link: Link, end: float, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[_Found | None]:
+        found: list[_Found | None] = []
+        posted = 0
+        for key, target in wanted:
+            for ahead, room in wanted[posted : len(found) + AHEAD]:
+                link.post(msg.Get(ahead, len(room)), end)
+                posted += 1
+            found.append(self._receive(link, end, key, target))
+        return found
+
+    def _receive(self, link: Link, end: float, key: ChunkKey, target: memoryview | None) -> _Found | None:
+        """The answer to a get, verified."""
+        reply, head = link.collect(end)
         match reply:
             case msg.Miss():
                 return None
@@ -200,7 +236,7 @@ class RemoteTier:
                 return _Found(size, None)
             case msg.Hit():
                 size = head.payload_bytes - codec.HEADER_BYTES
-                if not 0 <= size <= capacity:
+                if not 0 <= size <= (_ANY_SIZE if target is None else len(target)):
                     raise ProtocolError(f"a hit has {head.payload_bytes} bytes of payload")
             case _:
                 raise ProtocolError(f"the server answers a get with {type(reply).__name__}")
@@ -211,15 +247,15 @@ class RemoteTier:
         try:
             codec.check(header, payload, key)
         except KVStoreError as error:
-            self._refuse(link, end, key, error)
+            self._refuse(key, error)
             return None
         return _Found(size, payload)
 
-    def _refuse(self, link: Link, end: float, key: ChunkKey, error: KVStoreError) -> None:
+    def _refuse(self, key: ChunkKey, error: KVStoreError) -> None:
         """Count a bad chunk and have the server drop it, or everybody would fetch it again."""
         self.quarantine.add(key, str(self.address), error)
         self._count(corrupt=1)
-        link.ask(msg.Delete(key), end)
+        self.delete(key)
 
     def _memory(self, size: int) -> memoryview:
         extent = self._staging.take(size) if size <= self._staging.size else None

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paceline_kvstore import ChunkKey, CorruptChunk
 from paceline_kvstore.arena import PAGE
+from paceline_kvstore.codec import encode_header
 from paceline_kvstore.policy.eviction import Lru
 from paceline_kvstore.tiers import Lease, MemoryTier, Tier
 
@@ -307,3 +308,50 @@ def test_counts_add_up_under_threads():
     assert tier.stats.hits + tier.stats.misses == gets
     assert tier.stats.corrupt == 0
     assert tier.num_leased == 0
+
+
+def test_a_chunk_received_into_the_tier_is_there_once_it_is_kept_and_not_before() -> None:
+    tier = MemoryTier(4 * PAGE)
+    filling = tier.fill(key(1), 5000, tenant="a")
+    assert filling is not None and len(filling.buffer) == 5000
+    filling.buffer[:] = b"x" * 5000
+    assert key(1) not in tier and tier.bytes_used == 2 * PAGE
+    assert filling.keep(encode_header(key(1), filling.buffer))
+    del filling
+    assert tier.stats.puts == 1 and tier.num_leased == 0
+    assert tier.get(key(1)) == b"x" * 5000
+    tier.check_integrity()
+    assert tier.clear(tenant="a") == 1 and tier.bytes_used == 0
+
+
+def test_a_chunk_whose_writer_gave_up_takes_no_room() -> None:
+    tier = MemoryTier(2 * PAGE)
+    for _ in range(10):
+        filling = tier.fill(key(1), 2 * PAGE)
+        assert filling is not None
+        del filling
+    assert tier.bytes_used == 0 and key(1) not in tier
+    assert tier.put(key(2), bytes(2 * PAGE))
+
+
+def test_receiving_evicts_as_a_put_does_and_never_what_is_being_received() -> None:
+    tier = MemoryTier(2 * PAGE)
+    tier.put(key(1), b"old")
+    first, second = tier.fill(key(2), PAGE), tier.fill(key(3), PAGE)
+    assert first is not None and second is not None and key(1) not in tier
+    assert tier.fill(key(4), PAGE) is None and not tier.put(key(4), b"x")
+    assert tier.stats.refused == 2 and tier.fill(key(5), 3 * PAGE) is None
+
+
+def test_of_two_writers_of_one_chunk_the_first_to_finish_stays() -> None:
+    tier = MemoryTier(4 * PAGE)
+    fillings = [tier.fill(key(1), 3), tier.fill(key(1), 3)]
+    for filling, payload in zip(fillings, (b"one", b"two"), strict=True):
+        assert filling is not None
+        filling.buffer[:] = payload
+        assert filling.keep(encode_header(key(1), payload))
+    del filling
+    fillings.clear()
+    assert tier.get(key(1)) == b"one" and tier.bytes_used == PAGE
+    assert tier.fill(key(1), 3) is None, "it is there already"
+    tier.check_integrity()

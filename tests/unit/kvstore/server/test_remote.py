@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline_kvstore import ChunkKey, codec
+from paceline_kvstore import ChunkKey
 from paceline_kvstore.remote.pool import Backoff
 from paceline_kvstore.tiers import MemoryTier
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
@@ -148,24 +148,43 @@ def test_a_silent_server_costs_the_deadline_and_no_more(impostor: Any, key: Key)
     release.set()
 
 
-def test_a_forged_or_foreign_chunk_is_a_miss_and_counted(impostor: Any, key: Key) -> None:
-    chunks = iter([codec.encode(key(2), CHUNK), codec.encode(key(1), CHUNK)[:-1] + b"x"])
+def test_a_foreign_chunk_is_a_miss_and_counted(node: Any, key: Key) -> None:
+    tier = node.client()
+    tier.put(key(1), CHUNK), tier.put(key(2), CHUNK)
+    node.tier._chunks[key(1)] = node.tier._chunks[key(2)]
+    assert tier.get(key(1)) is None and tier.get(key(2)) == CHUNK
+    assert tier.quarantine.counts == {"foreign": 1, "corrupt": 0, "version": 0}
+    assert (tier.stats.corrupt, tier.stats.misses, tier.stats.errors) == (1, 1, 0)
+    assert key(1) not in node.tier, "nobody fetches it again"
 
-    def say(sock: socket.socket) -> None:
-        welcome(sock)
-        number = 1
-        while sock.recv(100_000):
-            number += 1
-            chunk = next(chunks)
-            sock.sendall(msg.encode_reply(number, msg.Hit(), len(chunk)) + chunk)
-            sock.recv(1000)
-            number += 1
-            sock.sendall(msg.encode_reply(number, msg.Count(1)))
 
-    tier = connect(impostor(say).address)
-    assert tier.get(key(1)) is None and tier.get(key(1)) is None
-    assert tier.quarantine.counts == {"foreign": 1, "corrupt": 1, "version": 0}
-    assert (tier.stats.corrupt, tier.stats.misses, tier.stats.errors) == (2, 2, 0)
+def test_a_chain_is_read_in_one_go_up_to_the_first_that_is_missing(node: Any, key: Key) -> None:
+    tier = node.client(read_connections=1)
+    for number in range(20):
+        node.tier.put(key(number), bytes([number]) * (1000 + number))
+    buffers = [bytearray(2000) for _ in range(20)]
+    wanted = [(key(number), buffer) for number, buffer in enumerate(buffers)]
+    assert tier.read_many(wanted) == 20 and tier.read_many([]) == 0
+    for number, buffer in enumerate(buffers):
+        assert buffer[: 1000 + number] == bytes([number]) * (1000 + number)
+    node.tier.delete(key(7))
+    assert tier.read_many(wanted) == 7
+    node.tier._chunks[key(3)].payload[0] ^= 1
+    assert tier.read_many(wanted) == 3 and tier.stats.corrupt == 1
+    with pytest.raises(ValueError, match="the payload has 1001 bytes, the buffer 5"):
+        tier.read_many([(key(0), bytearray(2000)), (key(1), bytearray(5)), (key(2), bytearray(2000))])
+    assert tier.read_many(wanted[:3]) == 3 and tier.stats.errors == 0, "the one connection goes on"
+    node.server.close()
+    assert tier.read_many(wanted) == 0 and tier.stats.errors == 1
+
+
+def test_a_chain_shares_one_deadline(impostor: Any, key: Key) -> None:
+    release = threading.Event()
+    fake = impostor(lambda _sock: release.wait(20))
+    tier = connect(fake.address)
+    assert tier.read_many([(key(number), bytearray(10)) for number in range(9)], deadline=0.05) == 0
+    assert (tier.stats.errors, tier.stats.misses) == (1, 9)
+    release.set()
 
 
 def test_a_server_that_is_away_is_not_asked_again_at_once(impostor: Any, key: Key) -> None:
@@ -263,6 +282,6 @@ def test_a_tenants_name_that_is_too_long_is_the_callers_mistake(node: Any, key: 
 
 def test_it_has_the_shape_of_any_other_tier(node: Any) -> None:
     names = {name for name in dir(MemoryTier) if not name.startswith("_")} - {
-        "check_integrity", "footprint", "num_leased",
+        "check_integrity", "fill", "footprint", "num_leased",
     }  # fmt: skip
     assert names <= set(dir(node.client()))
