@@ -1,0 +1,156 @@
+"""The node server over a Unix socket beside a raw socket copy between the same two processes, interleaved.
+
+python benchmarks/kv_server.py    # one line a chunk size
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from paceline_kvstore import ChunkKey
+from paceline_kvstore.server.node_server import NodeServer
+from paceline_kvstore.server.store import NodeStore
+from paceline_kvstore.tiers import MemoryTier
+from paceline_kvstore.tiers.remote import RemoteTier
+from paceline_kvstore.wire import transport
+from paceline_kvstore.wire.address import Address
+
+CHUNKS = 16
+"""Different buffers, so that neither side reads from the processor's cache."""
+ROUNDS = 15
+
+
+def _listener(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+def _serve(folder: Path, size: int, ready: Event) -> None:
+    """The other process: our server, and a loop that sends and takes bare buffers."""
+    store = NodeStore(MemoryTier(4 * CHUNKS * size))
+    server = NodeServer(store, [_listener(folder / "ours")], CollectorRegistry())
+    server.start()
+    listener = _listener(folder / "raw")
+    buffers = [memoryview(bytearray([number % 251]) * size) for number in range(CHUNKS)]
+    ready.set()
+    sock, _ = listener.accept()
+    transport.tune(sock)
+    while command := sock.recv(2):
+        buffer = buffers[command[1]]
+        if command[0] == 0:
+            _send(sock, buffer)
+        else:
+            _receive(sock, buffer)
+            sock.send(b"k")
+
+
+def _send(sock: socket.socket, buffer: memoryview) -> None:
+    while buffer:
+        buffer = buffer[sock.send(buffer) :]
+
+
+def _receive(sock: socket.socket, buffer: memoryview) -> None:
+    while buffer:
+        buffer = buffer[sock.recv_into(buffer, 0, socket.MSG_WAITALL) :]
+
+
+Action = Callable[[], None]
+"""Moves CHUNKS chunks."""
+
+
+def _seconds(action: Action) -> float:
+    begun = time.perf_counter()
+    action()
+    return (time.perf_counter() - begun) / CHUNKS
+
+
+def _raw_actions(sock: socket.socket, size: int) -> tuple[Action, Action]:
+    buffer = memoryview(bytearray(size))
+
+    def get() -> None:
+        for number in range(CHUNKS):
+            sock.send(bytes([0, number]))
+            _receive(sock, buffer)
+
+    def put() -> None:
+        for number in range(CHUNKS):
+            sock.send(bytes([1, number]))
+            _send(sock, buffer)
+            sock.recv(1)
+
+    return get, put
+
+
+def _our_actions(tier: RemoteTier, size: int) -> dict[str, Action]:
+    buffer = memoryview(bytearray(size))
+    keys = [ChunkKey(b"n" * 32, number.to_bytes(32, "big"), 256) for number in range(CHUNKS)]
+
+    def get() -> None:
+        for key in keys:
+            if tier.read_into(key, buffer) != size:
+                raise RuntimeError("the server lost a chunk")
+
+    def chain() -> None:
+        if tier.read_many([(key, buffer) for key in keys]) != CHUNKS:
+            raise RuntimeError("the server lost a chunk")
+
+    def put() -> None:
+        for number in range(CHUNKS):
+            # Another key each time: one that is there already would not be stored again.
+            keys[number] = ChunkKey(b"n" * 32, time.perf_counter_ns().to_bytes(32, "big"), 256)
+            if not tier.put(keys[number], buffer):
+                raise RuntimeError("the server did not keep a chunk")
+
+    return {"put": put, "get": get, "chain": chain}
+
+
+def kv_server(size: int) -> dict[str, float]:
+    """GB/s (1e9 bytes) for chunks of `size` bytes, ours and raw, and the median ratio of the rounds.
+
+    put, get: one chunk after the other. chain: gets sent ahead, as a prefix is loaded; raw: one get after the other.
+    Ours includes making and comparing checksums.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder, ready = Path(name), context.Event()
+        process = context.Process(target=_serve, args=(folder, size, ready), daemon=True)
+        process.start()
+        try:
+            if not ready.wait(60):
+                raise RuntimeError("the server did not start")
+            raw_get, raw_put = _raw_actions(Address(path=str(folder / "raw")).connect(5), size)
+            ours = _our_actions(RemoteTier(Address(path=str(folder / "ours"))), size)
+            return _measure(ours, {"put": raw_put, "get": raw_get, "chain": raw_get}, size)
+        finally:
+            process.kill()
+            process.join()
+
+
+def _measure(ours: dict[str, Action], raw: dict[str, Action], size: int) -> dict[str, float]:
+    result: dict[str, float] = {}
+    for name, mine in ours.items():
+        _seconds(mine), _seconds(raw[name])  # first touch of fresh memory is several times slower
+        rounds = [(_seconds(mine), _seconds(raw[name])) for _ in range(ROUNDS)]
+        result[f"{name}_gb_s"] = size / 1e9 / min(seconds for seconds, _ in rounds)
+        result[f"{name}_raw_gb_s"] = size / 1e9 / min(seconds for _, seconds in rounds)
+        result[f"{name}_ratio"] = statistics.median(bare / seconds for seconds, bare in rounds)
+    return result
+
+
+if __name__ == "__main__":
+    for mebibytes in (1, 8):
+        figures = kv_server(mebibytes << 20)
+        text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+        sys.stdout.write(f"{mebibytes} MiB: {text}\n")
