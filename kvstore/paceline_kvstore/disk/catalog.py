@@ -11,6 +11,7 @@ from threading import Lock
 from paceline_kvstore.disk.index import NONE, Index
 from paceline_kvstore.disk.record import BLOCK, NO_PARENT, NO_TENANT, Record, record_bytes
 from paceline_kvstore.disk.segment import Segment
+from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.stats import TierStats
 
 CLOCK_TOLERANCE_S = 300.0
@@ -49,6 +50,7 @@ class Catalog:
         self.spare: Segment | None = None
         self.stats = TierStats()
         self.bytes_used = 0
+        self.listener: Callable[[ChunkKey, bool], None] | None = None
         self._tenants: dict[bytes, int] = {NO_TENANT: 0}
         self._ttl_s = ttl_s
         self._clocks = clocks
@@ -133,6 +135,8 @@ class Catalog:
         )
         segment.live += record.size
         segment.slots.append(slot)
+        if self.listener is not None:
+            self.listener(ChunkKey.from_bytes(record.key), True)
         return slot, older
 
     def move(self, slot: int, segment: Segment, offset: int) -> None:
@@ -146,6 +150,8 @@ class Catalog:
     def forget(self, slot: int) -> None:
         """The record of a slot is dead from now on."""
         self.segments[self.index.segment[slot]].live -= record_bytes(self.index.payload_bytes[slot])
+        if self.listener is not None:
+            self.listener(ChunkKey.from_bytes(self.index.key(slot)), False)
         self.index.remove(slot)
 
     def forget_subtree(self, slot: int) -> list[Place]:

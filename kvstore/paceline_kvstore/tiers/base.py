@@ -66,6 +66,20 @@ class FillableTier(Protocol):
         ...
 
 
+Listener = Callable[[ChunkKey, bool], None]
+"""Told of a chunk that came (True) or went (False), in the order in which it happened.
+
+It runs with the tier's lock held: it must not call the tier, must not wait, must not raise.
+"""
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """A tier that tells of each change of what it holds, evictions and expiry included."""
+
+    listener: Listener | None
+
+
 class Tier(Protocol):
     """A bounded place for chunks that may forget anything at any time. Safe to call from several threads.
 

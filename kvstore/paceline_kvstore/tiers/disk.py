@@ -23,7 +23,7 @@ from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.eviction import nothing_spared
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.stats import TierStats
-from paceline_kvstore.tiers.base import Lease
+from paceline_kvstore.tiers.base import Lease, Listener
 
 CAPACITY_MIN = 64 << 10
 SEGMENTS = 32
@@ -90,6 +90,16 @@ class DiskTier:
 
     def __len__(self) -> int:
         return len(self._catalog.index)
+
+    @property
+    def listener(self) -> Listener | None:
+        """What is told of each change from here on; chunks found at the start are not."""
+        return self._catalog.listener
+
+    @listener.setter
+    def listener(self, listener: Listener | None) -> None:
+        with self._catalog.lock:
+            self._catalog.listener = listener
 
     @property
     def bytes_used(self) -> int:

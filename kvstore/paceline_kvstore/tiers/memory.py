@@ -17,7 +17,7 @@ from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.eviction import Eviction, S3Fifo
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.stats import TierStats
-from paceline_kvstore.tiers.base import Filling, Lease
+from paceline_kvstore.tiers.base import Filling, Lease, Listener
 
 UNSHARED = 2
 """What `sys.getrefcount(chunk.payload)` says while only the tier holds it: its own reference and the argument."""
@@ -30,6 +30,7 @@ class _Chunk:
     header: bytes
     payload: Bytes
     tenant: str
+    parent: ChunkKey | None
 
 
 class MemoryTier:
@@ -47,6 +48,7 @@ class MemoryTier:
         if capacity_bytes < 0:
             raise ValueError(f"capacity must not be negative, it is {capacity_bytes} bytes")
         self.quarantine = Quarantine()
+        self.listener: Listener | None = None
         self._capacity = capacity_bytes
         self._arena = Arena(capacity_bytes, allocate)
         self._eviction: Eviction[ChunkKey] = S3Fifo() if eviction is None else eviction
@@ -111,7 +113,7 @@ class MemoryTier:
                 return False
         # Outside the lock: leases must not wait for a copy. The extent is nobody else's until it is published.
         np.copyto(target, source)
-        return self._publish(key, _Chunk(codec.encode_header(key, source.data), target, tenant), parent)
+        return self._publish(key, _Chunk(codec.encode_header(key, source.data), target, tenant, parent), parent)
 
     def fill(
         self, key: ChunkKey, num_bytes: int, *, parent: ChunkKey | None = None, tenant: str = ""
@@ -121,7 +123,7 @@ class MemoryTier:
             if target is None:
                 self._stats.refused += 1
                 return None
-        return Filling(target.data, lambda header: self._publish(key, _Chunk(header, target, tenant), parent))
+        return Filling(target.data, lambda header: self._publish(key, _Chunk(header, target, tenant, parent), parent))
 
     def get(self, key: ChunkKey) -> memoryview | None:
         """The payload in place, after its checksum was compared. The view keeps the memory after eviction."""
@@ -173,6 +175,12 @@ class MemoryTier:
         with self._lock:
             return iter(list(self._chunks))
 
+    def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None:
+        """The parent and the tenant that a chunk was put with, or None if it is not held."""
+        with self._lock:
+            chunk = self._chunks.get(key)
+            return None if chunk is None else (chunk.parent, chunk.tenant)
+
     def flush(self) -> bool:
         """False: nothing here survives the process."""
         return False
@@ -213,6 +221,7 @@ class MemoryTier:
                 self._chunks[key] = chunk
                 self._eviction.add(key, pages(len(chunk.payload)), parent)
                 self._stats.puts += 1
+                self._tell(key, is_held=True)
         return True
 
     def _take(self, num_bytes: int, parent: ChunkKey | None) -> Bytes | None:
@@ -225,6 +234,7 @@ class MemoryTier:
                 return None
             del self._chunks[key]
             self._stats.evictions += 1
+            self._tell(key, is_held=False)
         return extent
 
     def _is_leased(self, key: ChunkKey) -> bool:
@@ -235,7 +245,12 @@ class MemoryTier:
         if self._chunks.pop(key, None) is None:
             return False
         self._eviction.remove(key)
+        self._tell(key, is_held=False)
         return True
+
+    def _tell(self, key: ChunkKey, *, is_held: bool) -> None:
+        if self.listener is not None:
+            self.listener(key, is_held)
 
     def _refuse(self, key: ChunkKey, chunk: _Chunk, error: KVStoreError) -> None:
         """Drop a bad chunk unless a writer put a good one in its place meanwhile."""
