@@ -1,0 +1,80 @@
+"""The end of a store's work: what was taken becomes durable, within a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Semaphore
+from typing import Protocol, runtime_checkable
+
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.tiered.level import Level
+from paceline_kvstore.tiered.pool import Job
+from paceline_kvstore.waiting import left
+
+
+@runtime_checkable
+class Traceable(Protocol):
+    """A tier that remembers what its chunks were put with."""
+
+    def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None: ...
+
+
+class Drain:
+    """Times are those of time.monotonic()."""
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        self._levels = levels
+        self._durable = [level for level in levels if level.options.is_durable]
+
+    def flush(self, until: float) -> bool:
+        """Wait for the writers, then have every durable level flush, side by side; whether all did in time."""
+        if not self._wait_idle(until):
+            return False
+        answers: list[bool] = []
+        ended = Semaphore(0)
+        for level in self._durable:
+
+            def run(level: Level = level) -> None:
+                answers.append(level.flush())
+                ended.release()
+
+            if not level.writes.submit(Job(run, ended.release, 0)):
+                ended.release()
+        for _ in self._durable:
+            ended.acquire(timeout=left(until))
+        return len(answers) == len(self._durable) and all(answers)
+
+    def run(self, until: float) -> bool:
+        """Write what only passing levels have to the first durable one, chains from their start; then `flush`."""
+        done = self._wait_idle(until)
+        for level in self._levels if self._durable else ():
+            if not level.options.is_durable and isinstance(level.tier, Traceable):
+                done &= self._move(level, self._durable[0], until)
+        return self.flush(until) and done
+
+    def _wait_idle(self, until: float) -> bool:
+        return sum(level.writes.wait_idle(until) for level in self._levels) == len(self._levels)
+
+    def _move(self, source: Level, target: Level, until: float) -> bool:
+        done = True
+        for key in list(source.tier.keys()):
+            if any(level.has(key) for level in self._durable):
+                continue
+            if not left(until):
+                return False
+            done &= self._copy(source, target, key)
+        return done
+
+    def _copy(self, source: Level, target: Level, key: ChunkKey) -> bool:
+        """True as well for a chunk that went meanwhile."""
+        assert isinstance(source.tier, Traceable)
+        origin = source.tier.origin(key)
+        lease = source.tier.lease(key)
+        if origin is None or lease is None:
+            return True
+        parent, tenant = origin
+        with lease as payload:
+            # A tier with a queue of its own may be full: once it is empty there is room.
+            return target.write(key, payload, parent, tenant, durable=False) or (
+                target.flush() and target.write(key, payload, parent, tenant, durable=False)
+            )

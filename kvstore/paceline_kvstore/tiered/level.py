@@ -1,0 +1,277 @@
+"""One tier with what a store needs around it: pools, admission, quotas, live speed, counts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Protocol, TypeVar, cast
+
+from paceline_kvstore.codec import Buffer
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.policy.admission import SecondOffer
+from paceline_kvstore.policy.estimate import Prior, Quantiles, TransferTime
+from paceline_kvstore.policy.ghost import GhostList
+from paceline_kvstore.policy.quotas import Quotas
+from paceline_kvstore.policy.reuse import Source
+from paceline_kvstore.policy.tenants import TenantChunks
+from paceline_kvstore.tiered.pool import PoolLimits, WorkPool
+from paceline_kvstore.tiers.base import Lease, Listener, Observable, Tier
+
+MIB = 1 << 20
+NAMES_REMEMBERED = 65_536
+READ_SECONDS_BUCKETS = (
+    0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
+)  # fmt: skip
+
+_log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelOptions:
+    """How a store uses a tier. Sizes in bytes.
+
+    is_immediate: reads cost no I/O, so that the caller makes them itself. is_indexed: `contains` answers from this
+    process's memory; else the tier must be asked in the background.
+    is_durable: chunks outlive the process. needs_second_offer: see `SecondOffer`. takes_deadline: `lease` and
+    `contains` have a `deadline` argument. quotas: bytes by tenant, default_quota: for the others. prior: what reads are
+    taken to cost at first.
+    """
+
+    name: str
+    is_immediate: bool = False
+    is_indexed: bool = True
+    is_durable: bool = False
+    needs_second_offer: bool = False
+    takes_deadline: bool = False
+    readers: int = 4
+    writers: int = 2
+    read_jobs: int = 4096
+    read_bytes: int = 512 * MIB
+    write_bytes: int = 256 * MIB
+    prior: Prior = field(default_factory=lambda: Prior(1e-5, 5e9))
+    quotas: Mapping[str, int] = field(default_factory=dict[str, int])
+    default_quota: int | None = None
+
+
+@dataclass(slots=True)
+class LevelCounts:
+    """Counts since the store was made.
+
+    hits, misses: reads. late: reads that were of no use when they came: past the deadline, cancelled, or after a
+    missing chunk. dropped: writes that found their queue full. refused: writes that the tier or a quota did not take.
+    demoted, promoted: writes of chunks that were used. errors: calls that raised. probes: lookups in the background;
+    probes_refused: those there was no room for.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    late: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    writes: int = 0
+    written_bytes: int = 0
+    dropped: int = 0
+    refused: int = 0
+    promoted: int = 0
+    demoted: int = 0
+    errors: int = 0
+    probes: int = 0
+    probes_refused: int = 0
+
+
+class _TimedTier(Protocol):
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None: ...
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int: ...
+
+
+class Level:
+    """Never raises for what a tier does. `reads` and `writes` are apart, so that reads never wait behind writes."""
+
+    def __init__(self, tier: Tier, options: LevelOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tier = tier
+        self.options = options
+        self.name = options.name
+        self.tenants: TenantChunks[ChunkKey] = TenantChunks(Quotas(options.default_quota, options.quotas))
+        name = f"kv-{options.name}"
+        reads = PoolLimits(options.readers, options.read_jobs, 1 << 62, options.read_bytes)
+        writes = PoolLimits(options.writers, options.read_jobs, options.write_bytes, options.write_bytes)
+        self.reads = WorkPool(f"{name}-read", reads)
+        self.writes = WorkPool(f"{name}-write", writes)
+        self._timed = cast(_TimedTier, tier) if options.takes_deadline else None
+        self._observed = tier if isinstance(tier, Observable) else None
+        self._listener: Listener | None = None
+        self._clock = clock
+        self._lock = Lock()
+        self._time = TransferTime(options.prior)
+        self._quantiles = Quantiles()
+        self._buckets = [0] * (len(READ_SECONDS_BUCKETS) + 1)
+        self._counts = LevelCounts()
+        self._offered: SecondOffer[ChunkKey] = SecondOffer(NAMES_REMEMBERED)
+        self._known: GhostList[ChunkKey] = GhostList(0 if options.is_indexed else NAMES_REMEMBERED)
+
+    def listen(self, listener: Listener | None) -> None:
+        """Tell `listener` of changes: all of them where the tier tells, else those made through this store."""
+        self._listener = listener
+        if self._observed is not None:
+            wanted = listener is not None or self.options.quotas or self.options.default_quota is not None
+            self._observed.listener = self._changed if wanted else None
+
+    def has(self, key: ChunkKey) -> bool:
+        """Whether the chunk is there, as far as is known without asking. Does not wait."""
+        if self.options.is_indexed:
+            return self._call(lambda: self.tier.contains((key,)), 0) == 1
+        with self._lock:
+            return key in self._known
+
+    def admits(self, key: ChunkKey) -> bool:
+        """Count an offer of a chunk that is not there; whether to write it."""
+        if not self.options.needs_second_offer:
+            return True
+        with self._lock:
+            return self._offered.offer(key)
+
+    def probe(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
+        """How many leading keys are there. May take until the deadline where the tier takes one."""
+        self.count(probes=1)
+        timed = self._timed
+        found = self._call(
+            lambda: self.tier.contains(keys) if timed is None else timed.contains(keys, deadline=deadline_s), 0
+        )
+        if not self.options.is_indexed:
+            with self._lock:
+                for key in keys[:found]:
+                    self._known.add(key)
+                if found < len(keys):
+                    self._known.discard(keys[found])
+        return found
+
+    def read(self, key: ChunkKey, deadline_s: float) -> memoryview | None:
+        """The payload, valid as long as it is referenced, or None."""
+        begun = self._clock()
+        timed = self._timed
+        lease = self._call(
+            lambda: self.tier.lease(key) if timed is None else timed.lease(key, deadline=deadline_s), None
+        )
+        now = self._clock()
+        if lease is None:
+            with self._lock:
+                self._counts.misses += 1
+                self._known.discard(key)
+            return None
+        payload = lease.payload
+        self._read(payload.nbytes, now - begun, now)
+        self.tenants.touch(key)
+        return payload
+
+    def write(self, key: ChunkKey, payload: Buffer, parent: ChunkKey | None, tenant: str, *, durable: bool) -> bool:
+        """Put the chunk within the tenant's quota; whether it was kept."""
+        num_bytes = memoryview(payload).nbytes
+        fits, victims = self.tenants.reserve(tenant, key, num_bytes, parent)
+        for victim in victims:
+            self.delete(victim)
+        kept = fits and self._call(
+            lambda: self.tier.put(key, payload, parent=parent, tenant=tenant, durable=durable), False
+        )
+        if not kept:
+            self.tenants.remove(key)
+            self.count(refused=1)
+            return False
+        with self._lock:
+            self._counts.writes += 1
+            self._counts.written_bytes += num_bytes
+            if not self.options.is_indexed:
+                self._known.add(key)
+        self._made(key, is_held=True)
+        return True
+
+    def delete(self, key: ChunkKey) -> bool:
+        with self._lock:
+            self._known.discard(key)
+        self.tenants.remove(key)
+        deleted = self._call(lambda: self.tier.delete(key), False)
+        if deleted:
+            self._made(key, is_held=False)
+        return deleted
+
+    def clear(self, namespace: bytes | None, tenant: str | None) -> int:
+        with self._lock:
+            self._known = GhostList(self._known.limit)
+        return self._call(lambda: self.tier.clear(namespace=namespace, tenant=tenant), 0)
+
+    def source(self) -> Source:
+        """The speed and the queue of reads, as they are now."""
+        with self._lock:
+            line = self._time.line(self._clock())
+        return Source(line.latency_s, line.bandwidth, self.options.readers, self.reads.num_jobs)
+
+    def quantile_s(self, share: float) -> float | None:
+        """Seconds that this share of the latest reads did not exceed."""
+        with self._lock:
+            return self._quantiles.at(share)
+
+    @property
+    def read_buckets(self) -> tuple[int, ...]:
+        """Reads by their seconds: at most READ_SECONDS_BUCKETS, the last more than all of them. Not cumulative."""
+        with self._lock:
+            return tuple(self._buckets)
+
+    @property
+    def counts(self) -> LevelCounts:
+        with self._lock:
+            return replace(self._counts)
+
+    def count(self, **more: int) -> None:
+        """Add to counts by their names."""
+        with self._lock:
+            for name, number in more.items():
+                setattr(self._counts, name, getattr(self._counts, name) + number)
+
+    def flush(self) -> bool:
+        return self._call(self.tier.flush, False)
+
+    def close(self, until: float) -> bool:
+        """Stop the pools; close the tier unless a thread is still inside it."""
+        stopped = [pool.close(until) for pool in (self.reads, self.writes)]
+        if all(stopped):
+            self._call(self.tier.close, None)
+        return all(stopped)
+
+    def _read(self, num_bytes: int, seconds: float, now: float) -> None:
+        with self._lock:
+            # Where reads cost no I/O there is nothing to learn, and the caller's time is dear.
+            if not self.options.is_immediate:
+                self._time.observe(num_bytes, seconds, now)
+                self._quantiles.add(seconds)
+            self._buckets[bisect_left(READ_SECONDS_BUCKETS, seconds)] += 1
+            self._counts.hits += 1
+            self._counts.read_bytes += num_bytes
+            self._counts.read_seconds += seconds
+
+    def _changed(self, key: ChunkKey, is_held: bool) -> None:
+        if not is_held:
+            self.tenants.remove(key)
+        if self._listener is not None:
+            self._listener(key, is_held)
+
+    def _made(self, key: ChunkKey, *, is_held: bool) -> None:
+        if self._observed is None and self._listener is not None:
+            self._listener(key, is_held)
+
+    def _call(self, call: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+        """A tier must not raise for its faults; if it does, it is a fault all the same."""
+        try:
+            return call()
+        except Exception as error:
+            self.count(errors=1)
+            errors = self.counts.errors
+            # A broken place fails a thousand times a second: say so at the 1st, 2nd, 4th, 8th time.
+            if errors & (errors - 1) == 0:
+                # As text: an error has frames, which have payloads, which a handler that keeps records would hold.
+                text = f"{type(error).__name__}: {error}"
+                _log.warning("%s failed, %d times now: %s", self.name, errors, text)
+            return otherwise

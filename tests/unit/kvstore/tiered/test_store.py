@@ -1,0 +1,431 @@
+"""The tiered store as an engine sees it: what goes in comes out, from wherever it is, and nothing ever waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.policy.reuse import Prefill, ReuseMode
+from paceline_kvstore.tiered.fetch import Fetch
+from paceline_kvstore.tiered.lookup import Plan
+from paceline_kvstore.tiered.store import ChunkEvent, TieredStore
+
+SECONDS = 10.0
+Make = Callable[..., TieredStore]
+Keys = Callable[..., ChunkKey]
+Payloads = Callable[..., bytes]
+
+
+def _chain(key: Keys, count: int, start: int = 0) -> list[ChunkKey]:
+    return [key(number) for number in range(start, start + count)]
+
+
+def _offer(store: TieredStore, keys: list[ChunkKey], payload: Payloads, tenant: str = "") -> list[bool]:
+    return [
+        store.offer(key, payload(key), parent=keys[index - 1] if index else None, tenant=tenant)
+        for index, key in enumerate(keys)
+    ]
+
+
+def _load(store: TieredStore, plan: Plan, payload: Payloads) -> int:
+    """Fetch, check every byte, release; how many chunks came."""
+    return _finish(store.fetch(plan, SECONDS), payload)
+
+
+def _finish(fetch: Fetch, payload: Payloads) -> int:
+    assert fetch.wait(SECONDS)
+    count = 0
+    for key, lease in fetch.poll():
+        with lease as view:
+            assert view == payload(key)
+        assert key == fetch.keys[count]
+        count += 1
+    return count
+
+
+def _settled(store: TieredStore) -> None:
+    for level in store.levels:
+        assert level.reads.wait_idle(time.monotonic() + SECONDS)
+    for level in store.levels:
+        assert level.writes.wait_idle(time.monotonic() + SECONDS)
+
+
+def _levels(plan: Plan) -> list[str]:
+    return [chunk.level.name for chunk in plan.chunks]
+
+
+def test_an_offered_chunk_is_found_at_once_though_no_level_has_it_yet(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    held.writes.shut()
+    store = make_store(other=(held, {"name": "first"}))
+    store.levels = (store.levels[1],)
+    keys = _chain(key, 3)
+    assert _offer(store, keys, payload) == [True] * 3
+    lookup = store.lookup(keys)
+    assert not lookup.is_pending and len(lookup.plan) == 3
+    assert _load(store, lookup.plan, payload) == 3
+    held.writes.set()
+
+
+def test_only_a_second_offer_reaches_the_disk(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store(disk={})
+    keys = _chain(key, 4)
+    _offer(store, keys, payload)
+    _settled(store)
+    assert [level.tier.contains(keys) for level in store.levels] == [4, 0]
+    _offer(store, keys[:2], payload)
+    _settled(store)
+    assert [level.tier.contains(keys) for level in store.levels] == [4, 2]
+
+
+def test_a_use_counts_as_an_offer_below_and_what_memory_forgets_comes_from_disk(
+    make_store: Make, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(memory_chunks=8, disk={})
+    keys = _chain(key, 6)
+    _offer(store, keys, payload)
+    _settled(store)
+    assert _load(store, store.lookup(keys).plan, payload) == 6
+    _settled(store)
+    assert store.levels[1].counts.demoted == 6
+    store.levels[0].tier.clear()
+    plan = store.lookup(keys).plan
+    assert _levels(plan) == ["disk"] * 6
+    assert _load(store, plan, payload) == 6
+
+
+def test_a_chunk_read_from_disk_comes_from_memory_the_next_time(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store(disk={})
+    keys = _chain(key, 3)
+    for name in keys:
+        assert store.levels[1].tier.put(name, payload(name))
+    assert _levels(store.lookup(keys).plan) == ["disk"] * 3
+    assert _load(store, store.lookup(keys).plan, payload) == 3
+    _settled(store)
+    assert _levels(store.lookup(keys).plan) == ["memory"] * 3
+    assert store.levels[0].counts.promoted == 3
+
+
+def test_a_lookup_does_not_wait_for_a_level_that_must_be_asked(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    held.lookups.shut()
+    store = make_store(other=(held, {"is_indexed": False}))
+    keys = _chain(key, 5)
+    _offer(store, keys[:2], payload)
+    for name in keys[1:4]:
+        super(type(held), held).put(name, payload(name))
+    lookup = store.lookup(keys)
+    assert lookup.is_pending and _levels(lookup.plan) == ["memory"] * 2
+    held.lookups.set()
+    _wait(lambda: not lookup.is_pending)
+    assert _levels(lookup.plan) == ["memory", "memory", "other", "other"]
+    assert _load(store, lookup.plan, payload) == 4
+
+
+def _wait(is_so: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(1000):
+        if is_so():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came about")
+
+
+def test_a_prompt_that_nobody_has_is_a_miss_at_once_where_all_levels_have_an_index(make_store: Make, key: Keys) -> None:
+    lookup = make_store(disk={}).lookup(_chain(key, 5))
+    assert not lookup.is_pending and len(lookup.plan) == 0
+
+
+def test_the_late_tail_is_dropped_at_the_deadline(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    now = [100.0]
+    store = make_store(other=(held, {"readers": 1}), clock=lambda: now[0])
+    keys = _chain(key, 4)
+    _offer(store, keys[:2], payload)
+    for name in keys[2:]:
+        super(type(held), held).put(name, payload(name))
+    plan = store.lookup(keys).plan
+    held.reads.shut()
+    fetch = store.fetch(plan, deadline_s=5.0)
+    held.reads.wait_entered()
+    assert not fetch.is_done and fetch.num_leading == 2
+    now[0] = 105.0
+    assert not fetch.is_done
+    now[0] = 105.001
+    assert fetch.is_done and fetch.num_leading == 2
+    assert _finish(fetch, payload) == 2
+    held.reads.set()
+    _wait(lambda: store.levels[1].reads.num_jobs == 0)
+    assert store.levels[1].counts.late == 1
+    assert store.leases.num == store.leases.num_bytes == 0
+
+
+def test_chunks_after_a_missing_one_are_not_handed_over(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {}))
+    keys = _chain(key, 5)
+    for name in keys:
+        held.put(name, payload(name))
+    plan = store.lookup(keys).plan
+    held.delete(keys[2])
+    assert _load(store, plan, payload) == 2
+    _wait(lambda: store.leases.num == 0)
+    assert len(store.lookup(keys).plan) == 2
+
+
+def test_reads_do_not_wait_behind_writes(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    store = make_store(other=(held, {"writers": 1, "readers": 1}))
+    keys = _chain(key, 2)
+    for name in keys:
+        held.put(name, payload(name))
+    held.writes.shut()
+    _offer(store, _chain(key, 20, start=50), payload)
+    assert _load(store, store.lookup(keys).plan, payload) == 2
+    assert store.levels[1].writes.num_jobs == 20
+
+
+def test_a_full_queue_drops_the_newest_and_counts_it(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    keys = _chain(key, 10)
+    size = len(payload(keys[0]))
+    store = make_store(memory_chunks=0, other=(held, {"write_bytes": 3 * size, "writers": 1}))
+    held.writes.shut()
+    _offer(store, keys, payload)
+    assert store.levels[1].counts.dropped == 7
+    assert store.levels[1].writes.num_bytes == 3 * size
+    held.writes.set()
+    _settled(store)
+    assert set(held.keys()) == set(keys[:3])
+    assert len(store.writes) == 0
+
+
+def test_a_broken_level_is_a_miss_and_the_others_go_on(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {"is_indexed": False, "is_durable": True}))
+    keys = _chain(key, 4)
+    _offer(store, keys, payload)
+    _settled(store)
+    store.levels[0].tier.delete(keys[3])
+    held.is_broken = True
+    lookup = store.lookup(keys)
+    _wait(lambda: not lookup.is_pending)
+    assert len(lookup.plan) == 3
+    assert _load(store, lookup.plan, payload) == 3
+    assert store.levels[1].counts.errors > 0
+    assert not store.drain(SECONDS)
+    store.check_integrity()
+
+
+def test_a_read_that_fails_after_the_lookup_is_a_miss(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {}))
+    held.put(key(1), payload(key(1)))
+    plan = store.lookup([key(1)]).plan
+    held.is_broken = True
+    assert _load(store, plan, payload) == 0
+
+
+def test_cancelled_loads_give_all_leases_back(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    store = make_store(other=(held, {"readers": 2}))
+    keys = _chain(key, 6)
+    _offer(store, keys[:3], payload)
+    for name in keys[3:]:
+        super(type(held), held).put(name, payload(name))
+    held.reads.shut()
+    fetches = [store.fetch(store.lookup(keys).plan, SECONDS) for _ in range(50)]
+    assert store.leases.num == 150
+    handed = [lease for fetch in fetches[:10] for _, lease in fetch.poll()]
+    for fetch in fetches:
+        fetch.cancel()
+        assert fetch.is_done and list(fetch.poll()) == []
+    assert store.leases.num == len(handed) == 30
+    for lease in handed:
+        lease.release()
+        lease.release()
+    held.reads.set()
+    _wait(lambda: store.levels[1].reads.num_jobs == 0)
+    assert store.leases.num == store.leases.num_bytes == 0
+    _settled(store)
+    assert store.levels[0].tier.num_leased == 0  # type: ignore[attr-defined]
+
+
+def test_a_lease_that_is_dropped_without_release_comes_back(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store()
+    _offer(store, [key(1)], payload)
+    leases = [lease for _, lease in store.fetch(store.lookup([key(1)]).plan).poll()]
+    assert store.leases.num == 1
+    leases.clear()
+    assert store.leases.num == 0
+
+
+def test_pinned_chunks_outlive_pressure_until_their_pin_ends(make_store: Make, key: Keys, payload: Payloads) -> None:
+    now = [0.0]
+    store = make_store(memory_chunks=8, clock=lambda: now[0])
+    keys = _chain(key, 4)
+    _offer(store, keys, payload)
+    _settled(store)
+    assert store.pin("first", keys, 60.0) and store.pin("second", keys[:1], 60.0)
+    _offer(store, _chain(key, 40, start=100), payload)
+    _settled(store)
+    assert len(store.lookup(keys).plan) == 4
+    assert store.unpin("first") and not store.unpin("first")
+    _offer(store, _chain(key, 40, start=200), payload)
+    _settled(store)
+    assert len(store.lookup(keys).plan) == 1
+    now[0] = 60.0
+    store.lookup(())
+    _offer(store, _chain(key, 40, start=300), payload)
+    _settled(store)
+    assert len(store.lookup(keys).plan) == 0
+    assert store.levels[0].tier.num_leased == 0  # type: ignore[attr-defined]
+
+
+def test_pins_hold_on_disk(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store(memory_chunks=0, disk={"capacity": 256 << 10, "needs_second_offer": False})
+    keys = _chain(key, 4)
+    _offer(store, keys, payload)
+    _settled(store)
+    assert store.pin("me", keys, 60.0)
+    for start in (100, 200):
+        _offer(store, _chain(key, 50, start=start), payload)
+        _settled(store)
+    assert store.levels[1].tier.stats.evictions > 0
+    assert _load(store, store.lookup(keys).plan, payload) == 4
+
+
+def test_a_drained_store_has_all_of_it_on_disk_after_a_restart(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store(disk={})
+    keys = _chain(key, 12)
+    _offer(store, keys, payload)
+    assert store.drain(SECONDS)
+    assert not store.offer(key(99), payload(key(99)))
+    assert store.close(SECONDS)
+    again = make_store(disk={})
+    plan = again.lookup(keys).plan
+    assert _levels(plan) == ["disk"] * 12
+    assert _load(again, plan, payload) == 12
+
+
+def test_flush_says_whether_all_became_durable_in_time(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {}), disk={"needs_second_offer": False})
+    _offer(store, _chain(key, 3), payload)
+    assert store.flush(SECONDS)
+    held.writes.shut()
+    _offer(store, _chain(key, 3, start=10), payload)
+    assert not store.flush(0.05)
+    held.writes.set()
+    assert store.flush(SECONDS)
+
+
+def test_what_is_read_while_its_tenant_is_purged_does_not_come_back(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {}))
+    held.put(key(1), payload(key(1)), tenant="acme")
+    plan = store.lookup([key(1)]).plan
+    held.reads.shut()
+    fetch = store.fetch(plan, SECONDS, tenant="acme")
+    held.reads.wait_entered()
+    assert store.clear(tenant="acme") == 1
+    held.reads.set()
+    fetch.wait(SECONDS)
+    _wait(lambda: store.levels[1].reads.num_jobs == 0)
+    _settled(store)
+    assert len(store.lookup([key(1)]).plan) == 0
+    assert not store.levels[0].has(key(1))
+
+
+def test_a_purge_takes_back_what_is_on_its_way(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    store = make_store(memory_chunks=0, other=(held, {"writers": 1}))
+    held.writes.shut()
+    mine, others = _chain(key, 3), _chain(key, 3, start=10)
+    _offer(store, others[:1], payload, tenant="other")
+    held.writes.wait_entered()
+    _offer(store, mine, payload, tenant="acme")
+    _offer(store, others[1:], payload, tenant="other")
+    store.clear(tenant="acme")
+    held.writes.set()
+    _settled(store)
+    assert set(held.keys()) == set(others)
+    assert len(store.writes) == 0
+
+
+def test_a_tenant_over_its_quota_loses_only_its_own(make_store: Make, key: Keys, payload: Payloads) -> None:
+    size = len(payload(key(0)))
+    store = make_store(memory={"quotas": {"acme": 3 * size}})
+    others = _chain(key, 5)
+    _offer(store, others, payload, tenant="other")
+    for start in (100, 200, 300):
+        _offer(store, _chain(key, 3, start=start), payload, tenant="acme")
+        _settled(store)
+        store.check_integrity()
+    assert len(store.lookup(others).plan) == 5
+    assert len(list(store.keys())) == 8
+    assert store.levels[0].tenants.used("acme") == 3 * size
+
+
+def test_events_add_up_to_what_each_level_holds(make_store: Make, key: Keys, payload: Payloads) -> None:
+    held: dict[str, set[ChunkKey]] = {"memory": set(), "disk": set()}
+
+    def note(event: ChunkEvent) -> None:
+        assert event.is_held is (event.key not in held[event.level])
+        (held[event.level].add if event.is_held else held[event.level].remove)(event.key)
+
+    store = make_store(memory_chunks=6, disk={"capacity": 256 << 10}, on_event=note)
+    for start in range(0, 120, 30):
+        keys = _chain(key, 30, start=start)
+        _offer(store, keys, payload)
+        _offer(store, keys, payload)
+        _settled(store)
+    assert store.delete(key(119))
+    assert store.levels[1].tier.stats.evictions and store.levels[0].tier.stats.evictions
+    assert held == {level.name: set(level.tier.keys()) for level in store.levels}
+    store.clear()
+    assert held == {"memory": set(), "disk": set()}
+
+
+def test_a_closed_store_answers_misses_and_says_when_a_thread_hangs(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {}))
+    held.writes.shut()
+    _offer(store, [key(1), key(2)], payload)
+    plan = store.lookup([key(1)]).plan
+    held.writes.wait_entered()
+    assert not store.close(0.05)
+    held.writes.set()
+    assert not store.offer(key(3), payload(key(3)))
+    assert len(store.lookup([key(1)]).plan) == 0
+    fetch = store.fetch(plan)
+    assert fetch.is_done
+
+
+@pytest.mark.parametrize("mode", list(ReuseMode))
+def test_the_mode_decides(make_store: Make, key: Keys, payload: Payloads, mode: ReuseMode) -> None:
+    store = make_store(mode=mode)
+    keys = _chain(key, 4)
+    _offer(store, keys, payload)
+    _settled(store)
+    plan = store.lookup(keys, bytes_per_token=1 << 20).plan
+    # 16 MiB a chunk: 3 ms each by the prior, 1.6 us of computing.
+    decision = store.decide(plan, Prefill(1e7), 100)
+    assert decision.num_chunks == {ReuseMode.MEASURED: 0, ReuseMode.ALWAYS: 4, ReuseMode.NEVER: 0}[mode]
+    slow = store.decide(plan, Prefill(100.0), 100)
+    assert slow.num_chunks == (0 if mode is ReuseMode.NEVER else 4)
+    store.record(slow, 0.01, slow.num_tokens_loaded, Prefill(100.0))
+    assert (store.regret.loaded, store.regret.computed) == ((0, 1) if mode is ReuseMode.NEVER else (1, 0))
+
+
+def test_two_levels_of_one_name_are_refused(make_store: Make, held: Any) -> None:
+    with pytest.raises(ValueError, match="different names"):
+        make_store(other=(held, {"name": "memory"}))
