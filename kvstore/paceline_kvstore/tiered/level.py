@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from threading import Lock
 from typing import Protocol, TypeVar, cast
 
@@ -39,7 +40,7 @@ class LevelOptions:
     process's memory; else the tier must be asked in the background.
     is_durable: chunks outlive the process. needs_second_offer: see `SecondOffer`. takes_deadline: `lease` and
     `contains` have a `deadline` argument. quotas: bytes by tenant, default_quota: for the others. prior: what reads are
-    taken to cost at first.
+    taken to cost at first. ttl_s: longest life, for a tier that tells of changes and has no bound of its own.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LevelOptions:
     prior: Prior = field(default_factory=lambda: Prior(1e-5, 5e9))
     quotas: Mapping[str, int] = field(default_factory=dict[str, int])
     default_quota: int | None = None
+    ttl_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -64,7 +66,8 @@ class LevelCounts:
 
     hits, misses: reads. late: reads that were of no use when they came: past the deadline, cancelled, or after a
     missing chunk. dropped: writes that found their queue full. refused: writes that the tier or a quota did not take.
-    demoted, promoted: writes of chunks that were used. errors: calls that raised. probes: lookups in the background;
+    demoted, promoted: writes of chunks that were used. errors: calls that raised. expired:
+    chunks older than `ttl_s`. probes: lookups in the background;
     probes_refused: those there was no room for.
     """
 
@@ -80,6 +83,7 @@ class LevelCounts:
     promoted: int = 0
     demoted: int = 0
     errors: int = 0
+    expired: int = 0
     probes: int = 0
     probes_refused: int = 0
 
@@ -112,14 +116,27 @@ class Level:
         self._buckets = [0] * (len(READ_SECONDS_BUCKETS) + 1)
         self._counts = LevelCounts()
         self._offered: SecondOffer[ChunkKey] = SecondOffer(NAMES_REMEMBERED)
+        # In order of arrival.
+        self._born: dict[ChunkKey, float] = {}
         self._known: GhostList[ChunkKey] = GhostList(0 if options.is_indexed else NAMES_REMEMBERED)
 
     def listen(self, listener: Listener | None) -> None:
         """Tell `listener` of changes: all of them where the tier tells, else those made through this store."""
         self._listener = listener
         if self._observed is not None:
-            wanted = listener is not None or self.options.quotas or self.options.default_quota is not None
+            has_bounds = self.options.quotas or self.options.default_quota is not None or self.options.ttl_s
+            wanted = listener is not None or has_bounds
             self._observed.listener = self._changed if wanted else None
+
+    def expire(self) -> None:
+        """Delete the chunks that came longer than `ttl_s` ago. Quick while there is none."""
+        if self.options.ttl_s is None:
+            return
+        oldest = self._clock() - self.options.ttl_s
+        with self._lock:
+            old = list(takewhile(lambda key: self._born[key] <= oldest, self._born))
+        for key in old:
+            self.count(expired=self.delete(key))
 
     def has(self, key: ChunkKey) -> bool:
         """Whether the chunk is there, as far as is known without asking. Does not wait."""
@@ -255,6 +272,11 @@ class Level:
     def _changed(self, key: ChunkKey, is_held: bool) -> None:
         if not is_held:
             self.tenants.remove(key)
+        if self.options.ttl_s is not None:
+            with self._lock:
+                self._born.pop(key, None)
+                if is_held:
+                    self._born[key] = self._clock()
         if self._listener is not None:
             self._listener(key, is_held)
 

@@ -85,7 +85,7 @@ class TieredStore:
 
         Levels with an index have answered when it returns; the others are asked in the background (`is_pending`).
         """
-        self._expire_pins()
+        self._expire()
         keys = tuple(keys) if self.mode is not ReuseMode.NEVER and not self._is_closed else ()
         known: list[Level] = []
         for key in keys:
@@ -149,6 +149,7 @@ class TieredStore:
         """
         if not self._takes_offers:
             return False
+        self._expire()
         chunk = Chunk(key, codec.as_bytes(payload).toreadonly(), parent, tenant)
         taken = self.writes.find(key) is not None
         for level in self.levels:
@@ -314,8 +315,11 @@ class TieredStore:
             else:
                 self._held[key] = lease
 
-    def _expire_pins(self) -> None:
-        """Once a second is enough, for each costs a look at every chunk that is held."""
+    def _expire(self) -> None:
+        """End pins and chunks whose time is over."""
+        for level in self.levels:
+            level.expire()
+        # Once a second is enough, for each look is one at every chunk that is held.
         if self._held and self._clock() >= self._look_at_pins_at:
             self._look_at_pins_at = self._clock() + 1.0
             self._let_go()

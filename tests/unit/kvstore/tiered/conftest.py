@@ -60,8 +60,10 @@ class Held(MemoryTier):
         return super().put(key, payload, **options)
 
     def lease(self, key: ChunkKey) -> Lease | None:
+        # Held up with the payload in hand: what happens meanwhile happens after it was read.
+        lease = super().lease(key)
         self._enter(self.reads)
-        return super().lease(key)
+        return lease
 
     def contains(self, keys: Sequence[ChunkKey]) -> int:
         self._enter(self.lookups)

@@ -34,7 +34,8 @@ def _offer(store: TieredStore, keys: list[ChunkKey], payload: Payloads, tenant: 
 
 def _load(store: TieredStore, plan: Plan, payload: Payloads) -> int:
     """Fetch, check every byte, release; how many chunks came."""
-    return _finish(store.fetch(plan, SECONDS), payload)
+    # A deadline that no wait here reaches: a load ends because all came, or cannot come.
+    return _finish(store.fetch(plan, 10 * SECONDS), payload)
 
 
 def _finish(fetch: Fetch, payload: Payloads) -> int:
@@ -358,6 +359,37 @@ def test_a_purge_takes_back_what_is_on_its_way(make_store: Make, held: Any, key:
     _settled(store)
     assert set(held.keys()) == set(others)
     assert len(store.writes) == 0
+
+
+def test_a_purge_waits_for_what_a_level_is_taking(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    store = make_store(memory_chunks=0, other=(held, {}))
+    held.writes.shut()
+    _offer(store, [key(1)], payload, tenant="acme")
+    held.writes.wait_entered()
+    later = threading.Timer(0.05, held.writes.set)
+    later.start()
+    store.clear(tenant="acme")
+    later.join()
+    _settled(store)
+    assert not store.levels[1].has(key(1))
+
+
+def test_chunks_live_no_longer_than_they_may(make_store: Make, key: Keys, payload: Payloads) -> None:
+    now = [0.0]
+    store = make_store(memory={"ttl_s": 60.0}, clock=lambda: now[0])
+    _offer(store, [key(1)], payload)
+    _settled(store)
+    now[0] = 30.0
+    _offer(store, [key(2)], payload)
+    _settled(store)
+    now[0] = 59.9
+    assert [len(store.lookup([key(number)]).plan) for number in (1, 2)] == [1, 1]
+    now[0] = 60.0
+    assert [len(store.lookup([key(number)]).plan) for number in (1, 2)] == [0, 1]
+    assert store.levels[0].counts.expired == 1
+    now[0] = 90.0
+    store.offer(key(3), payload(key(3)))
+    assert not store.levels[0].has(key(2))
 
 
 def test_a_tenant_over_its_quota_loses_only_its_own(make_store: Make, key: Keys, payload: Payloads) -> None:
