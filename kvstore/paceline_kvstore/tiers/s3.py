@@ -23,7 +23,7 @@ from paceline_kvstore.s3 import pack
 from paceline_kvstore.s3.client import Bucket, Missing
 from paceline_kvstore.s3.counts import Counts, S3Stats
 from paceline_kvstore.s3.names import object_name, tenant_digest
-from paceline_kvstore.s3.objects import Objects
+from paceline_kvstore.s3.objects import Found, Objects
 from paceline_kvstore.s3.pack import Span
 from paceline_kvstore.s3.places import Places
 from paceline_kvstore.s3.queue import Entry, WriteQueue
@@ -166,8 +166,12 @@ class S3Tier:
 
     def keys(self) -> Iterator[ChunkKey]:
         """Those stored, by a listing. Raises TierFault."""
-        for found in self._objects.list(None, self._long()):
+        for found in self.objects():
             yield from found.keys
+
+    def objects(self) -> Iterator[Found]:
+        """What is stored under the prefix, by a listing. Raises TierFault."""
+        return self._objects.list(None, self._long())
 
     def sweep(self, older_than_seconds: float = 86_400.0) -> int:
         """Abort multipart uploads that writers left behind when they died; how many. Raises TierFault."""
