@@ -43,7 +43,7 @@ def test_clients_share_chunks_over_both_kinds_of_sockets(server: KVServerProcess
     assert far.read_into(key(1), target) == len(payload) and target[: len(payload)] == payload
     assert far.contains([key(1), key(2)]) == 1
     assert server.ask("GET", "/health/ready").status_code == 200
-    assert "paceline_kvstore_tier_hits_total 1.0" in server.ask("GET", "/metrics").text
+    assert "paceline_kvserver_tier_hits_total 1.0" in server.ask("GET", "/metrics").text
     assert server.ask("POST", "/admin/invalidate", json={"tenant": "a"}).json() == {"removed": 1}
     assert near.get(key(1)) is None and near.stats.errors == far.stats.errors == 0
 

@@ -18,7 +18,7 @@ from paceline_kvstore.server.buffers import BufferPool
 from paceline_kvstore.server.store import NodeStore
 from paceline_kvstore.wire.messages import Op, Reason
 
-_LIVE = "paceline_kvstore_"
+_LIVE = "paceline_kvserver_"
 _STATS = ("hits", "misses", "puts", "refused", "evictions", "expired", "errors")
 READ_AT_SCRAPE = (
     *(f"{_LIVE}tier_{name}" for name in _STATS), f"{_LIVE}corrupt_chunks", f"{_LIVE}tier_bytes",

@@ -9,7 +9,14 @@ def test_names_are_unique_and_prefixed() -> None:
     assert len(BY_NAME) == len(CATALOGUE)
     for metric in CATALOGUE:
         assert metric.name.startswith(
-            ("paceline_engine_", "paceline_router_", "paceline_operator_", "paceline_kvstore_", "vllm:")
+            (
+                "paceline_engine_",
+                "paceline_router_",
+                "paceline_operator_",
+                "paceline_kvstore_",
+                "paceline_kvserver_",
+                "vllm:",
+            )
         )
 
 

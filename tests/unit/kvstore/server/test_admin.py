@@ -68,7 +68,7 @@ def test_health_is_open_and_says_when_it_drains(port: Port) -> None:
 def test_every_metric_of_the_catalogue_is_exposed_and_no_other(port: Port, key: Key, wait: Any) -> None:
     tier = port.node.client(token="secret")
     tier.put(key(1), b"x" * 100), tier.get(key(1)), tier.get(key(2)), tier.pin([key(1)], 30)
-    requests = "paceline_kvstore_requests_total"
+    requests = "paceline_kvserver_requests_total"
     wait("the last is counted", lambda: port.node.metric(requests, operation="get", outcome="miss"))
     wait("the last is counted", lambda: port.node.metric(requests, operation="pin", outcome="ok"))
     status, text = port.ask("GET", "/metrics", headers={})
@@ -83,12 +83,12 @@ def test_every_metric_of_the_catalogue_is_exposed_and_no_other(port: Port, key: 
     value = {
         (sample.name, *sorted(sample.labels.values())): sample.value for f in families.values() for sample in f.samples
     }
-    assert value["paceline_kvstore_requests_total", "get", "miss"] == 1
-    assert value["paceline_kvstore_requests_total", "get", "ok"] == 1
-    assert value["paceline_kvstore_payload_bytes_total", "sent"] == 100
-    assert value["paceline_kvstore_payload_bytes_total", "received"] == 100
-    assert value["paceline_kvstore_tier_bytes",] == 4096 and value["paceline_kvstore_pinned_bytes",] == 100
-    assert value["paceline_kvstore_connections",] == 2
+    assert value["paceline_kvserver_requests_total", "get", "miss"] == 1
+    assert value["paceline_kvserver_requests_total", "get", "ok"] == 1
+    assert value["paceline_kvserver_payload_bytes_total", "sent"] == 100
+    assert value["paceline_kvserver_payload_bytes_total", "received"] == 100
+    assert value["paceline_kvserver_tier_bytes",] == 4096 and value["paceline_kvserver_pinned_bytes",] == 100
+    assert value["paceline_kvserver_connections",] == 2
 
 
 @pytest.mark.parametrize("given", [{}, {"authorization": "Bearer wrong"}, {"authorization": "secretx"}])

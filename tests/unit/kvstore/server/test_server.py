@@ -106,7 +106,7 @@ def test_a_chunk_that_arrives_damaged_is_not_kept(node: Any, key: Key, damage: i
     chunk[damage] ^= 4
     raw.send(msg.encode_request(2, msg.Put(key(1)), len(chunk)), bytes(chunk))
     assert raw.reply()[0] == msg.Count(0)
-    assert node.metric("paceline_kvstore_corrupt_chunks_total") == 1 and len(node.tier) == 0
+    assert node.metric("paceline_kvserver_corrupt_chunks_total") == 1 and len(node.tier) == 0
     good = codec.encode(key(1), b"x" * 100)
     raw.send(msg.encode_request(3, msg.Put(key(1)), len(good)), bytes(good))
     assert raw.reply()[0] == msg.Count(1), "the connection goes on"
@@ -197,7 +197,7 @@ def test_a_bad_frame_ends_its_connection_with_a_reason_and_no_other(
     assert isinstance(fail, msg.Fail) and fail.reason is Reason.BAD_FRAME and complaint in fail.message
     assert request_id == 0 and raw.ended()
     assert other.get(key(1)) == b"x" and other.stats.errors == 0
-    assert node.metric("paceline_kvstore_connections_closed_total", reason="bad_frame") == 1
+    assert node.metric("paceline_kvserver_connections_closed_total", reason="bad_frame") == 1
 
 
 def test_random_frames_hurt_nobody(node: Any, key: Key, wait: Wait) -> None:
@@ -234,7 +234,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_its_lease_ends(
     raw.hello()
     raw.send(msg.encode_request(2, msg.Get(key(1), 2**40)))
     wait("it is leased", lambda: node.tier.num_leased == 1)
-    wait("it is cut off", lambda: node.metric("paceline_kvstore_connections_closed_total", reason="slow") == 1)
+    wait("it is cut off", lambda: node.metric("paceline_kvserver_connections_closed_total", reason="slow") == 1)
     wait("nothing is leased", lambda: node.tier.num_leased == 0)
 
 
@@ -245,10 +245,10 @@ def test_a_client_that_sends_half_a_chunk_is_cut_off_and_its_memory_comes_back(
     raw = node.raw()
     raw.hello()
     raw.send(msg.encode_request(2, msg.Put(key(1)), 1 << 18), bytes(1000))
-    wait("it holds memory", lambda: node.metric("paceline_kvstore_receiving_bytes") > 0)
+    wait("it holds memory", lambda: node.metric("paceline_kvserver_receiving_bytes") > 0)
     fail = raw.reply()[0]
     assert isinstance(fail, msg.Fail) and fail.reason is Reason.SLOW and "limit is 0.3 s a frame" in fail.message
-    wait("memory is back", lambda: node.metric("paceline_kvstore_receiving_bytes") == 0)
+    wait("memory is back", lambda: node.metric("paceline_kvserver_receiving_bytes") == 0)
 
 
 def test_a_trickle_does_not_keep_a_connection(start: Callable[..., Any], key: Key) -> None:
@@ -304,10 +304,10 @@ def test_puts_beyond_the_memory_for_them_are_refused_not_queued(
     slow.hello()
     slow.send(msg.encode_request(2, msg.Put(key(1)), (1 << 18) + codec.HEADER_BYTES), bytes(codec.HEADER_BYTES + 1))
     tier = node.client()
-    wait("it holds memory", lambda: node.metric("paceline_kvstore_receiving_bytes") > 0)
+    wait("it holds memory", lambda: node.metric("paceline_kvserver_receiving_bytes") > 0)
     assert not tier.put(key(2), bytes(1 << 18)) and tier.stats.errors == 0
     slow.sock.close()
-    wait("memory is back", lambda: node.metric("paceline_kvstore_receiving_bytes") == 0)
+    wait("memory is back", lambda: node.metric("paceline_kvserver_receiving_bytes") == 0)
     assert tier.put(key(2), bytes(1 << 18)), "the refused payload was skipped, so the connection goes on"
 
 
@@ -333,7 +333,7 @@ def test_an_abort_storm_leaves_no_lease_no_pin_and_no_memory(start: Callable[...
     wait("all gone", lambda: node.server.num_connections == 0)
     wait("no pins", lambda: node.store.pinned == Pinned(0, 0))
     wait("no leases", lambda: node.tier.num_leased == 0)
-    assert node.metric("paceline_kvstore_receiving_bytes") == 0
+    assert node.metric("paceline_kvserver_receiving_bytes") == 0
     node.tier.check_integrity()
 
 
@@ -376,7 +376,7 @@ def test_a_drain_answers_what_was_asked_and_then_says_goodbye(node: Any, key: Ke
     raw.hello(), idle.hello()
     chunk = bytes(codec.encode(key(2), b"y" * 1000))
     raw.send(msg.encode_request(2, msg.Put(key(2)), len(chunk)), chunk[:500])
-    wait("the put is under way", lambda: node.metric("paceline_kvstore_receiving_bytes") > 0)
+    wait("the put is under way", lambda: node.metric("paceline_kvserver_receiving_bytes") > 0)
     done: list[bool] = []
     drain = threading.Thread(target=lambda: done.append(node.server.drain(10)))
     drain.start()
@@ -397,7 +397,7 @@ def test_a_drain_has_a_limit(node: Any, key: Key, wait: Wait) -> None:
     raw = node.raw()
     raw.hello()
     raw.send(msg.encode_request(2, msg.Put(key(2)), 5000), bytes(200))
-    wait("the put is under way", lambda: node.metric("paceline_kvstore_receiving_bytes") > 0)
+    wait("the put is under way", lambda: node.metric("paceline_kvserver_receiving_bytes") > 0)
     assert not node.server.drain(0.05)
     node.server.close()
     assert raw.ended() and node.server.num_connections == 0
