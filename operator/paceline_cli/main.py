@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from paceline_cli.commands.kv.app import app as kv
 from paceline_cli.errors import CliError
 
 _HELP = """Run and check fleets of LLM engines described as Kubernetes objects.
@@ -27,6 +28,7 @@ Examples:
   paceline render my.yaml | less           what the operator would create
   paceline explain prompt a.json b.json    why two prompts share no more of the cache
   paceline explain request my-id           what a waiting request waits for
+  paceline kv stats /var/lib/paceline/kv   how much KV is stored
 """
 
 app = typer.Typer(
@@ -136,6 +138,7 @@ def _render(
 
 explain = typer.Typer(name="explain", help="Say why the engine does what it does.", no_args_is_help=True)
 app.add_typer(explain)
+app.add_typer(kv)
 
 
 @explain.command("prompt")

@@ -121,7 +121,7 @@ def _attend(
     highest = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     summed = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
-    # Ids are loaded a tile ahead where every query is short, and time is what comes from memory: were a tile's ids loaded
+    # Ids are loaded a tile ahead where every query is short and memory is what is waited for: were a tile's ids loaded
     # with it, the compiler would buffer ids and not keys and values. Elsewhere the registers for it aren't there.
     IS_AHEAD: tl.constexpr = query.shape[0] <= 16
     ids = tl.zeros([TILE], tl.int32)
