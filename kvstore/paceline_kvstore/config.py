@@ -2,8 +2,9 @@
 
     {"memory": {"capacity": "8Gi"},
      "disk": {"path": "/var/lib/paceline/kv", "capacity": "100Gi"},
+     "node": {"address": "tcp://10.0.0.7:7070", "tokenFile": "/etc/kv-node/token"},
      "s3": {"bucket": "fleet-kv", "prefix": "prod", "endpoint": "https://s3.example", "credentialsDir": "/etc/kv-s3"},
-     "ttl": 86400, "reuse": "measured", "tenantQuotas": {"acme": "10Gi"}}
+     "encryptionKeyFile": "/etc/kv-key/keys", "ttl": 86400, "reuse": "measured", "tenantQuotas": {"acme": "10Gi"}}
 
 Each error is one line: the field, what is wrong, what to write.
 """
@@ -21,6 +22,7 @@ from typing import TypeVar, cast
 from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.policy.reuse import ReuseMode
 from paceline_kvstore.s3.settings import S3Settings
+from paceline_kvstore.wire.address import Address, parse_address
 
 CAPACITY_MIN = 64 << 10
 _QUANTITY = re.compile(r"([0-9]+)(Ki|Mi|Gi|Ti|k|M|G|T)?")
@@ -46,41 +48,63 @@ class DiskSettings:
     capacity: int
 
 
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """A node server, and the file with its token, if it wants one."""
+
+    address: Address
+    token_file: Path | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """Which tiers there are, and what holds for all of them. At least one of memory, disk and s3.
+    """Which tiers there are, and what holds for all of them. At least one of memory, disk, node and s3.
 
-    memory: bytes in this process. ttl: seconds that a chunk lives in memory and on disk; in S3 the bucket's lifecycle
-    rules say it. tenant_quotas: bytes in each of memory and disk by tenant, default_quota: for the others.
+    memory: bytes in this process. encryption_key_file: `crypto.read_key_file`; seals what goes to disk and S3. ttl:
+    seconds that a chunk lives in memory and on disk, in S3 as well if it is sealed; else the bucket's lifecycle rules
+    say it there, as the node server's own setting does for it. tenant_quotas: bytes in each of memory and disk by
+    tenant, default_quota: for the others.
     """
 
     memory: int | None = None
     disk: DiskSettings | None = None
+    node: NodeSettings | None = None
     s3: S3Settings | None = None
+    encryption_key_file: Path | None = None
     ttl: float | None = None
     reuse: ReuseMode = ReuseMode.MEASURED
     tenant_quotas: Mapping[str, int] = field(default_factory=dict[str, int])
     default_quota: int | None = None
 
     def __post_init__(self) -> None:
-        if self.memory is None and self.disk is None and self.s3 is None:
-            raise BadSettings("memory, disk, s3: no tier is set: set at least one of them")
+        if all(tier is None for tier in (self.memory, self.disk, self.node, self.s3)):
+            raise BadSettings("memory, disk, node, s3: no tier is set: set at least one of them")
 
 
 def parse_settings(document: object) -> StoreSettings:
     """The settings of a JSON document. Raises BadSettings."""
     fields = _Fields("", document)
-    memory, disk, s3 = fields.part("memory"), fields.part("disk"), fields.part("s3")
+    memory, disk, node, s3 = (fields.part(name) for name in ("memory", "disk", "node", "s3"))
     settings = StoreSettings(
         memory=None if memory is None else memory.end(memory.capacity()),
         disk=None if disk is None else disk.end(DiskSettings(disk.path("path"), disk.capacity())),
+        node=None if node is None else node.end(_node(node)),
         s3=None if s3 is None else s3.end(_s3(s3)),
+        encryption_key_file=fields.optional("encryptionKeyFile", fields.path),
         ttl=fields.seconds("ttl"),
         reuse=fields.one_of("reuse", ReuseMode, ReuseMode.MEASURED),
         tenant_quotas=fields.sizes("tenantQuotas"),
         default_quota=fields.optional("defaultQuota", fields.size),
     )
     return fields.end(settings)
+
+
+def _node(fields: _Fields) -> NodeSettings:
+    try:
+        address = parse_address(fields.text("address"))
+    except ValueError as error:
+        raise BadSettings(f"node.address: {error}") from None
+    return NodeSettings(address, fields.optional("tokenFile", fields.path))
 
 
 def _s3(fields: _Fields) -> S3Settings:

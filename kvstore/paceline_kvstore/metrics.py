@@ -8,6 +8,7 @@ from typing import Any
 from paceline_kvstore.policy.reuse import Regret
 from paceline_kvstore.tiered.level import READ_SECONDS_BUCKETS, Level
 from paceline_kvstore.tiered.store import TieredStore
+from paceline_kvstore.tiers.base import layer
 from paceline_kvstore.tiers.guarded import GuardedTier
 
 
@@ -80,7 +81,7 @@ def snapshot(store: TieredStore) -> StoreSnapshot:
 def snapshot_level(level: Level) -> LevelSnapshot:
     """One level's counts as they are now."""
     counts, stats, source = level.counts, level.tier.stats, level.source()
-    guarded = level.tier if isinstance(level.tier, GuardedTier) else None
+    guarded = layer(level.tier, GuardedTier)
     return LevelSnapshot(
         name=level.name,
         bytes_used=level.tier.bytes_used,

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from paceline_kvstore.arena import Allocator, map_memory
-from paceline_kvstore.config import StoreSettings
+from paceline_kvstore.config import BadSettings, NodeSettings, StoreSettings
+from paceline_kvstore.crypto import read_key_file
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.estimate import Prior
 from paceline_kvstore.policy.holds import Holds
+from paceline_kvstore.s3.settings import S3Settings
 from paceline_kvstore.tiered.level import Level, LevelOptions
 from paceline_kvstore.tiered.store import PINS_MAX, ChunkEvent, TieredStore
-from paceline_kvstore.tiers import DiskOptions, DiskTier, MemoryTier
+from paceline_kvstore.tiers import DiskOptions, DiskTier, GuardedTier, MemoryTier, Tier
+from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
+from paceline_kvstore.tiers.sealed import SealedTier, SealOptions
 
-MEMORY, DISK, S3 = "memory", "disk", "s3"
+MEMORY, DISK, NODE, S3 = "memory", "disk", "node", "s3"
 
 DISK_PRIOR = Prior(latency_s=2e-4, bandwidth=1e9)
+NODE_PRIOR = Prior(latency_s=5e-4, bandwidth=2e9)
 S3_PRIOR = Prior(latency_s=0.05, bandwidth=1e8)
-"""What a read is taken to cost before there were any: a flash drive; a busy object store near by."""
+"""What a read is taken to cost before there were any: a flash drive; this machine's memory over a socket; a busy object
+store near by."""
 
 
 def open_store(
@@ -29,18 +36,21 @@ def open_store(
 ) -> TieredStore:
     """The store, with its threads and tiers; whoever opens it closes it.
 
-    allocate: makes the memory tier's memory. Raises KVStoreError: FolderUnusable for the disk's folder, else for what
-    S3 needs and this machine has not.
+    allocate: makes the memory tier's memory. Raises KVStoreError: FolderUnusable for the disk's folder, BadSettings for
+    key and token files, else for what S3 needs and this machine has not.
     """
+    seal = _sealer(settings)
     pins: Holds[ChunkKey] = Holds(PINS_MAX)
     levels: list[Level] = []
     try:
         if settings.memory is not None:
             levels.append(_memory(settings, settings.memory, allocate))
         if settings.disk is not None:
-            levels.append(_disk(settings, is_first=not levels, pins=pins))
+            levels.append(_disk(settings, seal, is_first=not levels, pins=pins))
+        if settings.node is not None:
+            levels.append(_node(settings.node, is_first=not levels))
         if settings.s3 is not None:
-            levels.append(_s3(settings, is_first=not levels))
+            levels.append(_s3(settings.s3, seal, is_first=not levels))
         return TieredStore(levels, mode=settings.reuse, pins=pins, on_event=on_event)
     except BaseException:
         for level in levels:
@@ -59,7 +69,20 @@ def _memory(settings: StoreSettings, capacity: int, allocate: Allocator) -> Leve
     return Level(MemoryTier(capacity, allocate), options)
 
 
-def _disk(settings: StoreSettings, *, is_first: bool, pins: Holds[ChunkKey]) -> Level:
+def _sealer(settings: StoreSettings) -> Callable[[Tier], Tier]:
+    """What makes a tier one whose payloads are sealed, if they are to be."""
+    if settings.encryption_key_file is None:
+        return lambda tier: tier
+    if find_spec("cryptography") is None:
+        raise BadSettings("encryptionKeyFile: it needs the package cryptography: pip install 'paceline[encryption]'")
+    try:
+        ring = read_key_file(settings.encryption_key_file)
+    except ValueError as error:
+        raise BadSettings(f"encryptionKeyFile: {error}") from None
+    return lambda tier: SealedTier(tier, ring, SealOptions(ttl_s=settings.ttl))
+
+
+def _disk(settings: StoreSettings, seal: Callable[[Tier], Tier], *, is_first: bool, pins: Holds[ChunkKey]) -> Level:
     assert settings.disk is not None
     options = LevelOptions(
         name=DISK,
@@ -71,21 +94,42 @@ def _disk(settings: StoreSettings, *, is_first: bool, pins: Holds[ChunkKey]) -> 
         default_quota=settings.default_quota,
     )
     disk_options = DiskOptions(ttl_s=settings.ttl, spared=lambda key: pins.is_held(key, time.monotonic()))
-    return Level(DiskTier(settings.disk.path, settings.disk.capacity, disk_options), options)
+    return Level(seal(DiskTier(settings.disk.path, settings.disk.capacity, disk_options)), options)
 
 
-def _s3(settings: StoreSettings, *, is_first: bool) -> Level:
-    assert settings.s3 is not None
+def _node(settings: NodeSettings, *, is_first: bool) -> Level:
+    token = ""
+    if settings.token_file is not None:
+        try:
+            token = settings.token_file.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadSettings(f"node.tokenFile: can't read {settings.token_file}: {error}: check the path") from None
+    options = LevelOptions(
+        name=NODE,
+        is_indexed=False,
+        is_durable=True,
+        needs_second_offer=not is_first,
+        takes_deadline=True,
+        prior=NODE_PRIOR,
+    )
+    remote = RemoteOptions(token=token, read_connections=options.readers, write_connections=options.writers)
+    return Level(RemoteTier(settings.address, remote), options)
+
+
+def _s3(settings: S3Settings, seal: Callable[[Tier], Tier], *, is_first: bool) -> Level:
     # boto3 is imported only where S3 is used.
     from paceline_kvstore.tiers.s3 import open_s3
+
+    tier = seal(open_s3(settings))
 
     options = LevelOptions(
         name=S3,
         is_indexed=False,
         is_durable=True,
         needs_second_offer=not is_first,
-        takes_deadline=True,
-        readers=settings.s3.read_workers,
+        # A sealed tier has no deadlines of its own; then S3's `read_deadline` ends a read.
+        takes_deadline=isinstance(tier, GuardedTier),
+        readers=settings.read_workers,
         prior=S3_PRIOR,
     )
-    return Level(open_s3(settings.s3), options)
+    return Level(tier, options)

@@ -20,7 +20,7 @@ from paceline_kvstore.policy.quotas import Quotas
 from paceline_kvstore.policy.reuse import Source
 from paceline_kvstore.policy.tenants import TenantChunks
 from paceline_kvstore.tiered.pool import PoolLimits, WorkPool
-from paceline_kvstore.tiers.base import Lease, Listener, Observable, Tier
+from paceline_kvstore.tiers.base import Lease, Listener, Observable, Tier, layer
 
 MIB = 1 << 20
 NAMES_REMEMBERED = 65_536
@@ -107,7 +107,7 @@ class Level:
         self.reads = WorkPool(f"{name}-read", reads)
         self.writes = WorkPool(f"{name}-write", writes)
         self._timed = cast(_TimedTier, tier) if options.takes_deadline else None
-        self._observed = tier if isinstance(tier, Observable) else None
+        self._observed = layer(tier, Observable)
         self._listener: Listener | None = None
         self._clock = clock
         self._lock = Lock()

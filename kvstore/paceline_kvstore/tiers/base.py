@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.keys import ChunkKey
@@ -78,6 +78,18 @@ class Observable(Protocol):
     """A tier that tells of each change of what it holds, evictions and expiry included."""
 
     listener: Listener | None
+
+
+_Layer = TypeVar("_Layer")
+
+
+def layer(tier: object, kind: type[_Layer]) -> _Layer | None:
+    """The tier itself or the one inside it (a wrapper's `tier`) that is of that kind, outermost first."""
+    while not isinstance(tier, kind):
+        tier = getattr(tier, "tier", None)
+        if tier is None:
+            return None
+    return tier
 
 
 class Tier(Protocol):

@@ -43,7 +43,7 @@ MEMORY = {"memory": {"capacity": "1Mi"}}
 @pytest.mark.parametrize(
     ("document", "line"),
     [
-        ({}, "memory, disk, s3: no tier is set: set at least one of them"),
+        ({}, "memory, disk, node, s3: no tier is set: set at least one of them"),
         ([], "settings: [] is not an object: write {...}"),
         ({"memory": "8Gi"}, "memory: '8Gi' is not an object: write {...}"),
         ({"memory": {}}, "memory.capacity: it is missing"),
@@ -57,12 +57,17 @@ MEMORY = {"memory": {"capacity": "1Mi"}}
         ({"s3": {"bucket": "No"}}, "s3: bucket 'No' is no bucket's name"),
         ({"s3": {"bucket": "fleet-kv", "endpoint": "s3.example"}}, "s3: endpoint 's3.example' must begin with http"),
         ({"s3": {"bucket": 3}}, "s3.bucket: 3 is not a text"),
+        ({"node": {"address": "here"}}, "node.address: 'here' is no address of a KV server: write tcp://HOST:PORT"),
+        (MEMORY | {"encryptionKeyFile": "keys"}, "encryptionKeyFile: 'keys' is not an absolute path"),
         (MEMORY | {"ttl": 0}, "ttl: 0 is not a number of seconds above 0"),
         (MEMORY | {"ttl": float("nan")}, "ttl: nan is not a number of seconds above 0"),
         (MEMORY | {"reuse": "auto"}, "reuse: 'auto' is none of measured, always, never"),
         (MEMORY | {"tenantQuotas": {"acme": "many"}}, "tenantQuotas.acme: 'many' is not a number of bytes"),
         (MEMORY | {"tenantQuotas": 3}, "tenantQuotas: 3 is not an object: write {TENANT: BYTES}"),
-        (MEMORY | {"encryption": "yes"}, "encryption: there is no such setting: write defaultQuota, disk, memory"),
+        (
+            MEMORY | {"encryption": "yes"},
+            "encryption: there is no such setting: write defaultQuota, disk, encryptionKeyFile, memory",
+        ),
     ],
     ids=json.dumps,
 )

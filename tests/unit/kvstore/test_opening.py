@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline_kvstore.config import parse_settings
+from paceline_kvstore.config import BadSettings, parse_settings
 from paceline_kvstore.errors import FolderUnusable
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.metrics import snapshot
 from paceline_kvstore.opening import open_store
 from paceline_kvstore.policy.reuse import ReuseMode
 from paceline_kvstore.tiered.level import READ_SECONDS_BUCKETS
-from paceline_kvstore.tiered.store import TieredStore
+from paceline_kvstore.tiered.store import ChunkEvent, TieredStore
 
 SECONDS = 20.0
 
@@ -88,6 +90,52 @@ def test_three_tiers_with_a_real_s3_server(tmp_path: Path, s3_url: str, bucket: 
     assert (counted.levels[2].hits, counted.levels[2].read_breaker) == (3, "closed")
     assert other.clear() >= 3
     other.close(SECONDS)
+
+
+def test_a_node_server_is_a_level(tmp_path: Path) -> None:
+    address = tmp_path / "kv.sock"
+    command = [sys.executable, "-m", "paceline_kvstore.cli", "serve", "--memory", "16Mi", "--socket", str(address)]
+    with subprocess.Popen([*command, "--admin-port", "0"], stderr=subprocess.DEVNULL) as server:
+        while not address.exists():
+            assert server.poll() is None
+        settings = parse_settings({"node": {"address": f"unix://{address}"}})
+        keys = _keys(3)
+        first, second = open_store(settings), open_store(settings)
+        for key in keys:
+            assert first.offer(key, key.chain * 100)
+        assert first.levels[0].writes.wait_idle(float("inf"))
+        assert _load(second, keys) == [key.chain * 100 for key in keys]
+        for store in (first, second):
+            store.close(SECONDS)
+        server.terminate()
+        assert server.wait(SECONDS) == 0
+
+
+def test_sealed_chunks_on_disk_are_read_with_the_key_alone(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("ab" * 32 + "\n")
+    document = _document(tmp_path / "kv", encryptionKeyFile=str(key_file))
+    keys = _keys(3)
+    events: list[ChunkEvent] = []
+    store = open_store(parse_settings(document), on_event=events.append)
+    for key in keys:
+        store.offer(key, b"secret tokens" * 100)
+    assert store.drain(SECONDS)
+    store.levels[1].tier.delete(keys[2])
+    store.close(SECONDS)
+    # Also of a tier that is inside another.
+    assert ChunkEvent("disk", keys[2], is_held=False) in events
+    assert all(b"secret tokens" not in path.read_bytes() for path in (tmp_path / "kv").glob("segment-*"))
+    again = open_store(parse_settings(document))
+    assert _load(again, keys[:2]) == [b"secret tokens" * 100] * 2
+    again.close(SECONDS)
+    key_file.write_text("cd" * 32)
+    stranger = open_store(parse_settings(document))
+    assert _load(stranger, keys[:2]) == []
+    stranger.close(SECONDS)
+    key_file.write_text("short")
+    with pytest.raises(BadSettings, match=r"encryptionKeyFile: key file .* line 1"):
+        open_store(parse_settings(document))
 
 
 def test_the_snapshot_adds_up_and_is_plain(tmp_path: Path) -> None:

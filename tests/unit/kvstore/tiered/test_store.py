@@ -234,6 +234,31 @@ def test_a_read_that_fails_after_the_lookup_is_a_miss(
     assert _load(store, plan, payload) == 0
 
 
+def test_a_chunk_that_left_a_level_since_the_lookup_comes_from_the_next(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(disk={}, other=(held, {}))
+    keys = _chain(key, 2)
+    for level in store.levels[1:]:
+        for name in keys:
+            assert level.tier.put(name, payload(name))
+    store.levels[0].tier.put(keys[0], payload(keys[0]))
+    plan = store.lookup(keys).plan
+    assert _levels(plan) == ["memory", "disk"]
+    store.levels[0].tier.clear()
+    store.levels[1].tier.delete(keys[1])
+    assert _load(store, plan, payload) == 2
+    assert [level.counts.hits for level in store.levels] == [0, 1, 1]
+
+
+def test_a_chunk_that_is_there_needs_no_queue(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store()
+    assert store.offer(key(1), payload(key(1)))
+    _settled(store)
+    assert store.offer(key(1), payload(key(1)))
+    assert store.levels[0].counts.writes == 1
+
+
 def test_cancelled_loads_give_all_leases_back(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
     store = make_store(other=(held, {"readers": 2}))
     keys = _chain(key, 6)
