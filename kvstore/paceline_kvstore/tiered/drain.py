@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Semaphore
-from typing import Protocol, runtime_checkable
 
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.tiered.level import Level
 from paceline_kvstore.tiered.pool import Job
 from paceline_kvstore.waiting import left
-
-
-@runtime_checkable
-class Traceable(Protocol):
-    """A tier that remembers what its chunks were put with."""
-
-    def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None: ...
 
 
 class Drain:
@@ -48,7 +40,7 @@ class Drain:
         """Write what only passing levels have to the first durable one, chains from their start; then `flush`."""
         done = self._wait_idle(until)
         for level in self._levels if self._durable else ():
-            if not level.options.is_durable and isinstance(level.tier, Traceable):
+            if not level.options.is_durable:
                 done &= self._move(level, self._durable[0], until)
         return self.flush(until) and done
 
@@ -66,9 +58,8 @@ class Drain:
         return done
 
     def _copy(self, source: Level, target: Level, key: ChunkKey) -> bool:
-        """True as well for a chunk that went meanwhile."""
-        assert isinstance(source.tier, Traceable)
-        origin = source.tier.origin(key)
+        """True as well for a chunk that went meanwhile, or whose owner is not known."""
+        origin = source.origin(key)
         lease = source.tier.lease(key)
         if origin is None or lease is None:
             return True

@@ -20,7 +20,7 @@ from paceline_kvstore.policy.quotas import Quotas
 from paceline_kvstore.policy.reuse import Source
 from paceline_kvstore.policy.tenants import TenantChunks
 from paceline_kvstore.tiered.pool import PoolLimits, WorkPool
-from paceline_kvstore.tiers.base import Lease, Listener, Observable, Tier, layer
+from paceline_kvstore.tiers.base import Lease, Listener, Observable, Tier, Traceable, layer
 
 MIB = 1 << 20
 NAMES_REMEMBERED = 65_536
@@ -108,6 +108,7 @@ class Level:
         self.writes = WorkPool(f"{name}-write", writes)
         self._timed = cast(_TimedTier, tier) if options.takes_deadline else None
         self._observed = layer(tier, Observable)
+        self._traced = layer(tier, Traceable)
         self._listener: Listener | None = None
         self._clock = clock
         self._lock = Lock()
@@ -214,6 +215,10 @@ class Level:
         if deleted:
             self._made(key, is_held=False)
         return deleted
+
+    def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None:
+        """The parent and the tenant that a chunk was put with, if the tier has it and remembers."""
+        return None if self._traced is None else self._traced.origin(key)
 
     def clear(self, namespace: bytes | None, tenant: str | None) -> int:
         with self._lock:

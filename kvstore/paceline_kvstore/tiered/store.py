@@ -241,6 +241,19 @@ class TieredStore:
             level.writes.check_integrity()
             level.tenants.check_integrity()
 
+    def spread(self, source: Level, chunk: Chunk, epoch: int | None = None) -> None:
+        """A chunk that was used goes up, and down as by an offer. epoch: `writes.epoch` from before it was read."""
+        if not self._takes_offers:
+            return
+        is_above = True
+        for level in self.levels:
+            if level is source:
+                is_above = False
+            elif not level.has(chunk.key) and level.admits(chunk.key):
+                view = replace(chunk, payload=memoryview(chunk.payload))
+                if self.writes.submit(level, view, epoch):
+                    level.count(**{"promoted" if is_above else "demoted": 1})
+
     def _find(self, key: ChunkKey) -> Level | None:
         """The first level that has the chunk, as far as is known at once; one on its way is as good as in the first."""
         if self.writes.find(key) is not None:
@@ -265,7 +278,7 @@ class TieredStore:
             payload = level.read(planned.key, 0.0)
             if payload is not None:
                 fetch.deliver(index, payload)
-                self._spread(level, replace(chunk, payload=payload), epoch)
+                self.spread(level, replace(chunk, payload=payload), epoch)
                 return
             # It went since the lookup: perhaps down.
             below = self._find(planned.key)
@@ -293,20 +306,7 @@ class TieredStore:
         if not fetch.deliver(index, payload) and payload is not None:
             level.count(late=1)
         if payload is not None:
-            self._spread(level, replace(chunk, payload=payload), epoch)
-
-    def _spread(self, source: Level, chunk: Chunk, epoch: int) -> None:
-        """A used chunk goes up, and down as by an offer."""
-        if not self._takes_offers:
-            return
-        is_above = True
-        for level in self.levels:
-            if level is source:
-                is_above = False
-            elif not level.has(chunk.key) and level.admits(chunk.key):
-                view = replace(chunk, payload=memoryview(chunk.payload))
-                if self.writes.submit(level, view, epoch):
-                    level.count(**{"promoted" if is_above else "demoted": 1})
+            self.spread(level, replace(chunk, payload=payload), epoch)
 
     def _hold(self, key: ChunkKey, lease: Lease) -> None:
         with self._lock:

@@ -80,6 +80,13 @@ class Observable(Protocol):
     listener: Listener | None
 
 
+@runtime_checkable
+class Traceable(Protocol):
+    """A tier that remembers the parent and the tenant that its chunks were put with."""
+
+    def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None: ...
+
+
 _Layer = TypeVar("_Layer")
 
 

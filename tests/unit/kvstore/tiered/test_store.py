@@ -259,6 +259,23 @@ def test_a_chunk_that_is_there_needs_no_queue(make_store: Make, key: Keys, paylo
     assert store.levels[0].counts.writes == 1
 
 
+def test_a_level_without_an_index_gets_a_chunk_once_and_again_when_it_lost_it(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(memory_chunks=0, other=(held, {"is_indexed": False}))
+    for _ in range(3):
+        store.offer(key(1), payload(key(1)))
+        _settled(store)
+    assert store.levels[1].counts.writes == 1
+    lookup = store.lookup([key(1)])
+    _wait(lambda: not lookup.is_pending)
+    held.delete(key(1))
+    assert _load(store, lookup.plan, payload) == 0
+    store.offer(key(1), payload(key(1)))
+    _settled(store)
+    assert store.levels[1].counts.writes == 2
+
+
 def test_cancelled_loads_give_all_leases_back(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
     store = make_store(other=(held, {"readers": 2}))
     keys = _chain(key, 6)

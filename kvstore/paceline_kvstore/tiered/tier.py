@@ -1,0 +1,140 @@
+"""A tiered store as one tier, for callers with threads of their own, such as the node server: calls wait for I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Lock
+
+from paceline_kvstore import codec
+from paceline_kvstore.codec import Buffer
+from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.stats import TierStats
+from paceline_kvstore.tiered.level import Level
+from paceline_kvstore.tiered.store import FETCH_SECONDS, PROBE_SECONDS, TieredStore
+from paceline_kvstore.tiered.writes import Chunk
+from paceline_kvstore.tiers.base import Lease
+
+
+class StoreTier:
+    """Implements `Tier`. Promotion and demotion go on behind the caller's back, as in the store itself."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self.store = store
+        self._lock = Lock()
+        self._own = TierStats()
+
+    def put(
+        self,
+        key: ChunkKey,
+        payload: Buffer,
+        *,
+        parent: ChunkKey | None = None,
+        tenant: str = "",
+        durable: bool = False,
+    ) -> bool:
+        """Keep a copy in the first level, or with `durable` in the first durable one; below, by second offer."""
+        levels = [level for level in self.store.levels if level.options.is_durable or not durable]
+        view = codec.as_bytes(payload)
+        kept = bool(levels) and levels[0].write(key, view, parent, tenant, durable=durable)
+        self._count(kept, "puts", "refused")
+        if kept and not durable:
+            lease = levels[0].tier.lease(key) if levels[0].options.is_immediate else None
+            if lease is not None:
+                self.store.spread(levels[0], Chunk(key, lease.payload, parent, tenant))
+        return kept
+
+    def get(self, key: ChunkKey) -> memoryview | None:
+        payload = self._find(key)
+        self._count(payload is not None, "hits", "misses")
+        return payload
+
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
+        payload = self.get(key)
+        if payload is None:
+            return None
+        view = codec.as_bytes(target)
+        if len(view) < len(payload):
+            raise ValueError(f"the payload has {len(payload)} bytes, the buffer {len(view)}")
+        view[: len(payload)] = payload
+        return len(payload)
+
+    def lease(self, key: ChunkKey) -> Lease | None:
+        payload = self.get(key)
+        return None if payload is None else self.store.leases.lend(payload)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> int:
+        known = 0
+        while known < len(keys) and self._has(keys[known]):
+            known += 1
+        rest = keys[known:]
+        asked = (level for level in self.store.levels if rest and not level.options.is_indexed)
+        return known + max((level.probe(rest, PROBE_SECONDS) for level in asked), default=0)
+
+    def delete(self, key: ChunkKey) -> bool:
+        return self.store.delete(key)
+
+    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
+        """As `Tier.clear`; a chunk counts once for each level that had it."""
+        return self.store.clear(namespace=namespace, tenant=tenant)
+
+    def keys(self) -> Iterator[ChunkKey]:
+        return self.store.keys()
+
+    def flush(self) -> bool:
+        """False as well where no level outlives the process."""
+        return any(level.options.is_durable for level in self.store.levels) and self.store.flush()
+
+    def close(self) -> None:
+        self.store.close()
+
+    @property
+    def stats(self) -> TierStats:
+        """Calls of this tier; evictions and faults are the sum over its levels."""
+        with self._lock:
+            own = self._own
+            total = TierStats(hits=own.hits, misses=own.misses, puts=own.puts, refused=own.refused)
+        for level in self.store.levels:
+            stats, counts = level.tier.stats, level.counts
+            total.evictions += stats.evictions
+            total.expired += stats.expired + counts.expired
+            total.corrupt += stats.corrupt
+            total.errors += stats.errors + counts.errors
+        return total
+
+    @property
+    def bytes_used(self) -> int:
+        return sum(level.tier.bytes_used for level in self.store.levels)
+
+    @property
+    def capacity(self) -> int:
+        return sum(level.tier.capacity for level in self.store.levels)
+
+    def _has(self, key: ChunkKey) -> bool:
+        if self.store.writes.find(key) is not None:
+            return True
+        return any(level.options.is_indexed and level.has(key) for level in self.store.levels)
+
+    def _find(self, key: ChunkKey) -> memoryview | None:
+        staged = self.store.writes.find(key)
+        if staged is not None:
+            return staged
+        epoch = self.store.writes.epoch
+        for level in self.store.levels:
+            if level.options.is_indexed and not level.has(key):
+                continue
+            payload = level.read(key, FETCH_SECONDS)
+            if payload is not None:
+                self._spread(level, key, payload, epoch)
+                return payload
+        return None
+
+    def _spread(self, level: Level, key: ChunkKey, payload: memoryview, epoch: int) -> None:
+        """Only where the owner is known: a copy without it would outlive the tenant's purge."""
+        origin = level.origin(key)
+        if origin is not None:
+            self.store.spread(level, Chunk(key, payload, *origin), epoch)
+
+    def _count(self, good: bool, yes: str, no: str) -> None:
+        name = yes if good else no
+        with self._lock:
+            setattr(self._own, name, getattr(self._own, name) + 1)
