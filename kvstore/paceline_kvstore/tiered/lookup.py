@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition
 
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.reuse import Candidate
@@ -58,17 +58,22 @@ class Lookup:
         self._bytes_per_token = bytes_per_token
         self._answers: list[tuple[Level, int]] = []
         self._pending = 0
-        self._lock = Lock()
+        self._changed = Condition()
 
     @property
     def is_pending(self) -> bool:
         """Whether some level has not answered yet."""
         return self._pending > 0
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for all levels, for up to that long; whether all have answered."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, seconds)
+
     @property
     def plan(self) -> Plan:
         """What is known by now."""
-        with self._lock:
+        with self._changed:
             longest = max((found for _, found in self._answers), default=0)
             slow = [next(level for level, found in self._answers if found > index) for index in range(longest)]
         levels = (*self._known, *slow)
@@ -84,15 +89,16 @@ class Lookup:
 
         Levels are asked for all keys after those known at once; of two that have a chunk, the one asked first counts.
         """
-        with self._lock:
+        with self._changed:
             self._pending += 1
             place = len(self._answers)
             self._answers.append((level, 0))
 
         def answer(found: int) -> None:
-            with self._lock:
+            with self._changed:
                 self._answers[place] = (level, found)
                 self._pending -= 1
+                self._changed.notify_all()
 
         if not submit(answer):
             answer(0)

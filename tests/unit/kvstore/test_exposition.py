@@ -27,7 +27,7 @@ def test_every_metric_of_the_catalogue_is_in_a_scrape_and_has_the_stores_numbers
     assert store.flush(SECONDS)
     memory.tier.clear()
     lookup = store.lookup([KEY], 100)
-    assert remote.reads.wait_idle(float("inf"))
+    assert lookup.wait(SECONDS)
     fetch = store.fetch(lookup.plan, SECONDS)
     assert fetch.wait(SECONDS)
     leases = [lease for _, lease in fetch.poll()]

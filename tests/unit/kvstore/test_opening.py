@@ -34,8 +34,7 @@ def _document(folder: Path, **more: Any) -> dict[str, Any]:
 
 def _load(store: TieredStore, keys: list[ChunkKey]) -> list[bytes]:
     lookup = store.lookup(keys, bytes_per_token=256)
-    while lookup.is_pending:
-        pass
+    assert lookup.wait(SECONDS)
     fetch = store.fetch(lookup.plan, SECONDS)
     assert fetch.wait(SECONDS)
     return [bytes(lease.payload) for _, lease in fetch.poll()]
@@ -82,8 +81,7 @@ def test_three_tiers_with_a_real_s3_server(tmp_path: Path, s3_url: str, bucket: 
     # Another machine: nothing but the bucket.
     other = open_store(parse_settings(_document(tmp_path / "other", s3=s3)))
     lookup = other.lookup([*keys, *_keys(1)], bytes_per_token=200)
-    while lookup.is_pending:
-        pass
+    assert lookup.wait(SECONDS)
     assert lookup.plan.tokens_by_level() == {"s3": 48}
     assert _load(other, keys) == [key.chain * 100 for key in keys]
     counted = snapshot(other)

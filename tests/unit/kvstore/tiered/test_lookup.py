@@ -26,10 +26,10 @@ def test_the_plan_grows_with_each_answer_and_prefers_the_nearer_level(key: Calla
     lookup.ask(s3, submit)
     assert lookup.is_pending and lookup.plan.tokens_by_level() == {"memory": 16}
     answers[1](4)
-    assert lookup.is_pending
+    assert not lookup.wait(0.0)
     assert [chunk.level.name for chunk in lookup.plan.chunks] == ["memory", "s3", "s3", "s3", "s3"]
     answers[0](2)
-    assert not lookup.is_pending
+    assert lookup.wait(0.0) and not lookup.is_pending
     assert [chunk.level.name for chunk in lookup.plan.chunks] == ["memory", "node", "node", "s3", "s3"]
     assert [chunk.key for chunk in lookup.plan.chunks] == keys[:5]
     assert (lookup.plan.num_tokens, lookup.plan.chunks[0].num_bytes) == (80, 160)

@@ -125,7 +125,7 @@ def test_a_lookup_does_not_wait_for_a_level_that_must_be_asked(
     lookup = store.lookup(keys)
     assert lookup.is_pending and _levels(lookup.plan) == ["memory"] * 2
     held.lookups.set()
-    _wait(lambda: not lookup.is_pending)
+    assert lookup.wait(SECONDS)
     assert _levels(lookup.plan) == ["memory", "memory", "other", "other"]
     assert _load(store, lookup.plan, payload) == 4
 
@@ -216,7 +216,7 @@ def test_a_broken_level_is_a_miss_and_the_others_go_on(
     store.levels[0].tier.delete(keys[3])
     held.is_broken = True
     lookup = store.lookup(keys)
-    _wait(lambda: not lookup.is_pending)
+    assert lookup.wait(SECONDS)
     assert len(lookup.plan) == 3
     assert _load(store, lookup.plan, payload) == 3
     assert store.levels[1].counts.errors > 0
@@ -268,7 +268,7 @@ def test_a_level_without_an_index_gets_a_chunk_once_and_again_when_it_lost_it(
         _settled(store)
     assert store.levels[1].counts.writes == 1
     lookup = store.lookup([key(1)])
-    _wait(lambda: not lookup.is_pending)
+    assert lookup.wait(SECONDS)
     held.delete(key(1))
     assert _load(store, lookup.plan, payload) == 0
     store.offer(key(1), payload(key(1)))
