@@ -18,7 +18,9 @@ from paceline_cli.main import main
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.s3.settings import S3Settings
 from paceline_kvstore.tiers import DiskTier
+from paceline_kvstore.tiers.remote import RemoteTier
 from paceline_kvstore.tiers.s3 import open_s3
+from paceline_kvstore.wire.address import parse_address
 
 PAYLOAD = bytes(5000)
 CAPACITY = 8 << 20
@@ -128,7 +130,7 @@ def test_gc_removes_what_is_named_for_good(
         ),
         (
             ["gc", "s3://models", "--capacity", "5"],
-            "--capacity is for folders; in S3 the bucket's lifecycle rules bound",
+            "--capacity is for folders; lifecycle rules bound a bucket",
         ),
         (["ls", "s3://No"], "s3://No: bucket 'No' is no bucket's name"),
         (["ls", "FOLDER", "--region", "x"], "FOLDER is a folder: --endpoint, --region, --credentials-dir, --ca-file"),
@@ -197,6 +199,32 @@ def test_all_of_it_on_a_bucket(kv: Kv, s3_url: str, bucket: str) -> None:
     # The prefix above the bench's own, too: nothing of it is left.
     everything = json.loads(kv("stats", f"s3://{bucket}/kv", "--endpoint", s3_url, "--json").stdout)
     assert everything["chunks"] == 2
+
+
+def test_all_of_it_on_a_node_server(kv: Kv, tmp_path: Path) -> None:
+    socket = tmp_path / "kv.sock"
+    command = [sys.executable, "-m", "paceline_kvstore.cli", "serve", "--memory", "16Mi", "--socket", str(socket)]
+    with subprocess.Popen([*command, "--admin-port", "0"], stderr=subprocess.DEVNULL) as server:
+        try:
+            while not socket.exists():
+                assert server.poll() is None
+            where = f"unix://{socket}"
+            tier = RemoteTier(parse_address(where))
+            for key in (*_keys(0xAA, 3), *_keys(0xBB, 2)):
+                assert tier.put(key, PAYLOAD)
+            tier.close()
+            assert (
+                json.loads(kv("bench", where, "--chunks", "4", "--chunk-size", "10Ki", "--json").stdout)["chunks"] == 4
+            )
+            assert json.loads(kv("verify", where, "--json").stdout)["good"] == 5
+            assert json.loads(kv("gc", where, "--namespace", "aa", "--json").stdout)["removed"] == 3
+            facts = json.loads(kv("stats", where, "--json").stdout)
+            assert facts["chunks"] == 2 and facts["bytes"] > 2 * len(PAYLOAD)
+        finally:
+            server.terminate()
+    gone = kv("ls", where)
+    assert gone.returncode == 1
+    assert gone.stderr == f"paceline: {where}: no KV server answers there, or it wants another --token-file\n"
 
 
 def test_a_server_that_is_not_there_is_one_line(kv: Kv) -> None:

@@ -21,13 +21,16 @@ Examples:
 
 app = typer.Typer(
     name="kv",
-    help="Look at, check, tidy and measure where KV is stored: a disk tier's folder, or s3://BUCKET/PREFIX.\n\n"
-    "A folder must not be in use by an engine meanwhile.",
+    help="Look at, check, tidy and measure where KV is stored: a disk tier's folder, s3://BUCKET/PREFIX, or a node "
+    "server at tcp://HOST:PORT or unix:///PATH.\n\nA folder must not be in use by an engine meanwhile.",
     epilog=_EPILOG,
     no_args_is_help=True,
 )
 
-Where = Annotated[str, typer.Argument(metavar="PLACE", help="A disk tier's folder, or s3://BUCKET/PREFIX.")]
+Where = Annotated[
+    str,
+    typer.Argument(metavar="PLACE", help="A disk tier's folder, s3://BUCKET/PREFIX, tcp://HOST:PORT, unix:///PATH."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
 Endpoint = Annotated[str | None, typer.Option(metavar="URL", help="S3 server; default: AWS.")]
 Region = Annotated[str | None, typer.Option(help="S3 region.")]
@@ -36,15 +39,21 @@ CredentialsDir = Annotated[
     typer.Option(help="Folder with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; default: as the AWS tools find them."),
 ]
 CaFile = Annotated[Path | None, typer.Option(help="Certificates of the authority that the S3 server's is of.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token of the node server.")]
 Namespaces = Annotated[list[str] | None, typer.Option(metavar="HEX", help="First digits of a namespace; repeatable.")]
 
 
 def _place(
-    where: str, endpoint: str | None, region: str | None, credentials_dir: Path | None, ca_file: Path | None
+    where: str,
+    endpoint: str | None,
+    region: str | None,
+    credentials_dir: Path | None,
+    ca_file: Path | None,
+    token_file: Path | None,
 ) -> Place:
     from paceline_cli.commands.kv.place import Place
 
-    return Place(where, endpoint, region, credentials_dir, ca_file)
+    return Place(where, endpoint, region, credentials_dir, ca_file, token_file)
 
 
 @app.command("stats")
@@ -54,12 +63,13 @@ def _stats(
     region: Region = None,
     credentials_dir: CredentialsDir = None,
     ca_file: CaFile = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Show how many chunks, tokens and bytes there are, by namespace (model, weights, layout)."""
     from paceline_cli.commands.kv import contents
 
-    where = _place(place, endpoint, region, credentials_dir, ca_file)
+    where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
     raise typer.Exit(contents.stats(where, as_json=as_json))
 
 
@@ -72,12 +82,13 @@ def _ls(
     region: Region = None,
     credentials_dir: CredentialsDir = None,
     ca_file: CaFile = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """List chunks, in no order: namespace/chain+tokens@rank, shortened. With --json one full object a line."""
     from paceline_cli.commands.kv import contents
 
-    where = _place(place, endpoint, region, credentials_dir, ca_file)
+    where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
     raise typer.Exit(contents.ls(where, namespace, limit, as_json=as_json))
 
 
@@ -88,6 +99,7 @@ def _verify(
     region: Region = None,
     credentials_dir: CredentialsDir = None,
     ca_file: CaFile = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Read every chunk and check key, length and checksum. Exit code 1 if one is bad.
@@ -96,7 +108,7 @@ def _verify(
     """
     from paceline_cli.commands.kv import checking
 
-    where = _place(place, endpoint, region, credentials_dir, ca_file)
+    where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
     raise typer.Exit(checking.verify(where, as_json=as_json))
 
 
@@ -115,19 +127,22 @@ def _gc(
     region: Region = None,
     credentials_dir: CredentialsDir = None,
     ca_file: CaFile = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Remove what is named. In S3, uploads whose writers died a day ago or earlier are aborted, too."""
     from paceline_cli.commands.kv import checking
 
-    where = _place(place, endpoint, region, credentials_dir, ca_file)
+    where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
     options = checking.GcOptions(namespace or [], keep or [], tenant, capacity)
     raise typer.Exit(checking.gc(where, options, as_json=as_json))
 
 
 @app.command("bench")
 def _bench(
-    place: Annotated[str, typer.Argument(metavar="PLACE", help="Any folder on the device, or s3://BUCKET/PREFIX.")],
+    place: Annotated[
+        str, typer.Argument(metavar="PLACE", help="Any folder on the device, s3://BUCKET/PREFIX, or a node server.")
+    ],
     chunks: Annotated[int, typer.Option(min=1, max=100_000, help="Chunks to store.")] = 64,
     chunk_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a chunk.")] = "8Mi",
     threads: Annotated[int, typer.Option(min=1, max=256, help="Calls at a time.")] = 4,
@@ -135,10 +150,11 @@ def _bench(
     region: Region = None,
     credentials_dir: CredentialsDir = None,
     ca_file: CaFile = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Store chunks of random bytes until they are durable, load them, and remove them; Ctrl-C removes them, too."""
     from paceline_cli.commands.kv import bench
 
-    where = _place(place, endpoint, region, credentials_dir, ca_file)
+    where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
     raise typer.Exit(bench.run(where, bench.BenchOptions(chunks, chunk_size, threads), as_json=as_json))

@@ -42,8 +42,8 @@ def verify(place: Place, *, as_json: bool) -> int:
 
 def gc(place: Place, options: GcOptions, *, as_json: bool) -> int:
     """Remove what the options name, and in S3 the uploads whose writers died a day ago."""
-    if options.capacity is not None and place.is_s3:
-        raise BadInput("--capacity is for folders; in S3 the bucket's lifecycle rules bound what is kept")
+    if options.capacity is not None and (place.is_s3 or place.is_node):
+        raise BadInput("--capacity is for folders; lifecycle rules bound a bucket, and --memory a node server")
     named = options.namespaces or options.keep or options.tenant is not None or options.capacity is not None
     if not named and not place.is_s3:
         raise BadInput("nothing to remove is named: give --namespace, --keep, --tenant or --capacity")

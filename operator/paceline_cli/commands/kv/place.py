@@ -1,4 +1,4 @@
-"""The place that a `paceline kv` command works on: a folder of a disk tier, or `s3://BUCKET/PREFIX`."""
+"""The place that a `paceline kv` command works on: a disk tier's folder, `s3://BUCKET/PREFIX`, or a node server."""
 
 from __future__ import annotations
 
@@ -12,37 +12,64 @@ from paceline_kvstore.config import parse_size
 from paceline_kvstore.errors import FolderUnusable, KVStoreError
 from paceline_kvstore.s3.settings import S3Settings
 from paceline_kvstore.tiers.disk import DiskTier
+from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from paceline_kvstore.tiers.s3 import S3Tier
+from paceline_kvstore.wire.address import parse_address
 
 UNBOUNDED = 1 << 60
 """Capacity of a folder that is only looked at: nothing may be evicted for that."""
 
-Stored = DiskTier | S3Tier
+Stored = DiskTier | S3Tier | RemoteTier
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the user named, and how to reach it. `where` is a folder's path or an s3:// address."""
+    """What the user named, and how to reach it. `where` is a folder's path, or an s3://, tcp:// or unix:// address."""
 
     where: str
     endpoint: str | None = None
     region: str | None = None
     credentials_dir: Path | None = None
     ca_file: Path | None = None
+    token_file: Path | None = None
 
     @property
     def is_s3(self) -> bool:
         return self.where.startswith("s3://")
 
+    @property
+    def is_node(self) -> bool:
+        return self.where.startswith(("tcp://", "unix://"))
+
     @contextlib.contextmanager
     def open(self, capacity: int = UNBOUNDED) -> Iterator[Stored]:
         """The tier, closed at the end. CliError for whatever is wrong with the place, also while it is used."""
         with _one_line(self.where):
-            tier = S3Tier(self.s3_settings()) if self.is_s3 else DiskTier(self.folder(), capacity)
+            tier = self._tier(capacity)
             try:
                 yield tier
             finally:
                 tier.close()
+
+    def _tier(self, capacity: int) -> Stored:
+        if self.is_s3:
+            return S3Tier(self.s3_settings())
+        return self.node() if self.is_node else DiskTier(self.folder(), capacity)
+
+    def node(self) -> RemoteTier:
+        """A client of the node server. CliError if it does not answer."""
+        try:
+            address = parse_address(self.where)
+            token = "" if self.token_file is None else self.token_file.read_text("utf-8").strip()
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+        except OSError as error:
+            raise BadInput(f"--token-file: can't read {self.token_file}: {error.strerror}") from None
+        tier = RemoteTier(address, RemoteOptions(token=token))
+        if not tier.capacity:
+            tier.close()
+            raise CliError(f"{self.where}: no KV server answers there, or it wants another --token-file")
+        return tier
 
     def folder(self) -> Path:
         """The folder. BadInput unless a disk tier has been in it."""
