@@ -206,7 +206,10 @@ def test_a_sleeping_engine_has_no_kv_and_wakes_up_right(folder, vocab_size):
     log = StepLog(made.scheduler)
     log.begin()
     commands = Commands(made.scheduler, made.backend, log)
+    recorded = cast("Any", made.backend)._resident._graphs._graphs
+    recorded[1] = "stands for a CUDA graph"
     assert commands.run(Command(command_id="1", name="sleep", arguments={}), 0.0)[0].error is None
+    assert not recorded, "graphs know the address of KV that is gone"
     assert made.backend._resident.kv.tensor.untyped_storage().nbytes() == 0
     assert commands.run(Command(command_id="2", name="wake", arguments={}), 0.0)[0].error is None
     assert answers(made, wanted) == before
