@@ -282,6 +282,6 @@ def test_a_tenants_name_that_is_too_long_is_the_callers_mistake(node: Any, key: 
 
 def test_it_has_the_shape_of_any_other_tier(node: Any) -> None:
     names = {name for name in dir(MemoryTier) if not name.startswith("_")} - {
-        "check_integrity", "fill", "footprint", "num_leased",
+        "check_integrity", "fill", "footprint", "num_leased", "origin",
     }  # fmt: skip
     assert names <= set(dir(node.client()))
