@@ -133,7 +133,8 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     arrival ends with "error", also where its deadline could not be met; "deadline" cuts one that was accepted and then
     missed it. logprobs stand beside new_token_ids where they were asked for.
     prompt_logprobs come once, with the first token: one entry a prompt token, None for the first. num_cached_tokens:
-    prompt tokens whose KV was found, not computed. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
+    prompt tokens whose KV was found, not computed; loaded_tokens: those of them that were loaded for this request, by
+    the KV store's tier. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
     this step; rejected_token_ids: the first guess that was wrong and those behind it. embedding: where one was asked
     for, a unit vector as float32, little endian; comes with "stop".
     """
@@ -146,6 +147,7 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     num_cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = {}
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     rejected_token_ids: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ from typing import Protocol
 from paceline_engine.core.block_pool import BlockPool, BlockPoolError
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.request import Request, RequestStatus
+from paceline_engine.core.stored_prefixes import StoredPrefixes
 
 
 class SequenceStore(Protocol):
@@ -42,7 +43,8 @@ class SequenceStore(Protocol):
 class KVManager:
     """Gives requests blocks, takes them back, and keeps count of what was offloaded and restored.
 
-    `cache` is over the same pool; without one nothing is shared between requests.
+    `cache` is over the same pool; without one nothing is shared between requests. `stored`, over that cache, brings KV
+    back into it from the key-value store.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class KVManager:
         block_size: int,
         store: SequenceStore | None = None,
         cache: PrefixCache | None = None,
+        stored: StoredPrefixes | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block size must be at least 1 token, not {block_size}")
         self.pool = pool
         self.block_size = block_size
         self.cache = cache
+        self.stored = stored
         self.num_offloaded_sequences = 0
         self.num_restored_sequences = 0
         self._store = store
@@ -130,6 +134,8 @@ class KVManager:
         request.block_ids.extend(cached)
         request.num_computed_tokens = len(cached) * self.block_size
         request.num_published_blocks = len(cached)
+        if self.stored is not None:
+            self.stored.attached(request)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             if self.cache is not None:
@@ -139,11 +145,15 @@ class KVManager:
         """Let others find the blocks that the request has filled."""
         if self.cache is not None and request.num_computed_tokens // self.block_size > request.num_published_blocks:
             self.cache.publish(request)
+            if self.stored is not None:
+                self.stored.note(request)
 
     def distrust(self, request: Request) -> None:
         """What the request holds may be the reason why it failed: others compute their own."""
         if self.cache is not None:
             self.cache.withdraw(request.block_ids)
+        if self.stored is not None:
+            self.stored.distrust(request)
 
     def release(self, request: Request) -> None:
         """Give all blocks back, last first, so that a sequence's tail is reused before its head."""
@@ -181,14 +191,17 @@ class KVManager:
     def finish(self, request: Request) -> None:
         """Give back everything the request holds, here and in the store."""
         self.release(request)
+        if self.stored is not None:
+            self.stored.drop(request)
         if self._store is not None:
             self._store.drop(request)
         request.num_offloaded_tokens = 0
 
-    def forget_everything(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
+    def forget_everything(self, running: Iterable[Request], waiting: Iterable[Request], *, stored: bool = True) -> None:
         """No KV computed until now can be found by, or come back to, a request that doesn't hold it now.
 
-        Running requests go on with what they hold and publish no more of it.
+        Running requests go on with what they hold and publish no more of it. Without `stored`, what the key-value store
+        has by now may still come back.
         """
         for request in running:
             request.may_publish = False
@@ -196,6 +209,8 @@ class KVManager:
             request.num_offloaded_tokens = 0
         if self._store is not None:
             self._store.clear()
+        if self.stored is not None:
+            self.stored.clear(stored=stored)
         if self.cache is not None:
             self.cache.clear()
 
@@ -205,9 +220,12 @@ class KVManager:
         if self.cache is not None:
             self.cache.check_integrity()
         held = Counter(block_id for request in requests for block_id in request.block_ids)
+        if self.stored is not None:
+            self.stored.check_integrity(requests)
+            held.update(self.stored.held_block_ids())
         for block_id in range(self.pool.num_blocks):
             if held[block_id] != self.pool.ref_count(block_id):
-                holders = f"{held[block_id]} requests hold block {block_id}"
+                holders = f"{held[block_id]} requests and loads hold block {block_id}"
                 raise BlockPoolError(f"{holders}, the pool counts {self.pool.ref_count(block_id)}")
             if held[block_id] > 1 and not self.pool.is_cached(block_id) and self.cache is None:
                 raise BlockPoolError(f"two requests hold block {block_id}")

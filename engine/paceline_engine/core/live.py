@@ -59,6 +59,7 @@ class LiveRequests:
             error=error,
             error_kind=error_kind,
             num_cached_tokens=request.num_cached_tokens,
+            loaded_tokens=request.loaded_tokens,
         )
 
     def leave(self, request: Request) -> None:

@@ -78,10 +78,25 @@ class PrefixCache:
         if end <= begin or not request.may_publish:
             return
         request.num_published_blocks = end
+        self._publish(request, begin, request.block_ids[begin:end])
+
+    def adopt(self, request: Request, begin: int, block_ids: Sequence[int]) -> None:
+        """Let others find held blocks with KV of the request's blocks from `begin` on, where nobody has any yet."""
+        hashes = self._hashes(request, begin + len(block_ids))
+        for index, block_id in enumerate(block_ids, begin):
+            if hashes[index] not in self._blocks_of:
+                self._publish(request, index, [block_id])
+
+    def holds(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> bool:
+        """Whether the blocks can still be found under these hashes."""
+        return all(self._hash_of.get(block_id) == key for block_id, key in zip(block_ids, hashes, strict=True))
+
+    def _publish(self, request: Request, begin: int, block_ids: Sequence[int]) -> None:
+        end = begin + len(block_ids)
         hashes = self._hashes(request, end)
         first_new = begin
-        for index in range(begin, end):
-            block_id, key = request.block_ids[index], hashes[index]
+        for index, block_id in enumerate(block_ids, begin):
+            key = hashes[index]
             self._hash_of[block_id] = key
             copies = self._blocks_of.setdefault(key, [])
             copies.append(block_id)

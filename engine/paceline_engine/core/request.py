@@ -34,7 +34,10 @@ class Request:
     len(token_ids), which max_total_tokens bounds. arrival numbers requests in the order in which they came. stop_ids:
     tokens that end the output, once first_stoppable tokens are there. block_hashes: identities of leading full blocks,
     made once and kept over preemption; num_published_blocks of them can be found by other requests. Deadlines are in
-    the caller's clock. embeds: ends with an embedding when its prompt is computed, without output tokens.
+    the caller's clock. may_load: what the KV store has of it isn't known yet; load_until: how long it waits for that,
+    once it does. loaded_tokens: what was loaded for it, by tier, from load_start on, as far as it is among the
+    num_cached_tokens that it found when it was first admitted. num_offered_chunks: what the store was offered or has.
+    embeds: ends with an embedding when its prompt is computed, without output tokens.
     """
 
     request_id: str
@@ -62,6 +65,11 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_offloaded_tokens: int = 0
+    num_offered_chunks: int = 0
+    may_load: bool = True
+    load_until: float | None = None
+    load_start: int = 0
+    loaded_tokens: dict[str, int] = field(default_factory=dict[str, int])
     draft_token_ids: Sequence[int] = ()
     ngrams: NgramIndex | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])

@@ -36,6 +36,7 @@ def embedding_of(request: Request, embedding: bytes, error: str | None) -> Reque
         error_kind="deadline" if error is not None else None,
         embedding=embedding if error is None else b"",
         num_cached_tokens=request.num_cached_tokens,
+        loaded_tokens=request.loaded_tokens,
     )
 
 
@@ -71,6 +72,7 @@ def output_of(
             new_token_ids=result.token_ids,
             logprobs=result.logprobs,
             num_cached_tokens=request.num_cached_tokens,
+            loaded_tokens=request.loaded_tokens,
         )
     was_wrong = num_kept < min(num_taken, len(guesses)) and result.token_ids[num_kept] != guesses[num_kept]
     return RequestOutput(
@@ -82,6 +84,7 @@ def output_of(
         logprobs=result.logprobs[:num_taken],
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached_tokens,
+        loaded_tokens=request.loaded_tokens,
         num_draft_tokens=len(guesses),
         num_accepted_tokens=num_kept,
         rejected_token_ids=tuple(guesses[num_kept:]) if was_wrong else (),

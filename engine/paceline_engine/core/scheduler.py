@@ -28,6 +28,7 @@ from paceline_engine.core.results import embedding_of, output_of, problem_with, 
 from paceline_engine.core.spec import SpeculationConfig, SpeculationPolicy
 from paceline_engine.core.speed import StepSpeed
 from paceline_engine.core.state import SchedulerState, kv_from_state, request_from_state, request_to_state
+from paceline_engine.core.stored_kv import StoredKV
 from paceline_engine.core.waiting import Reason, Waiting, explain
 from paceline_engine.messages import AddRequest, RequestOutput
 
@@ -67,6 +68,7 @@ class Scheduler:
         self._has_settled = False
         # Of the step that was planned last.
         self._num_decodes = 0
+        self._is_idle = False
         self._holdup: tuple[Reason, float] = ("budget", 0.0)
 
     @property
@@ -82,11 +84,20 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests) or bool(self._ended)
+        stored = self.kv.stored
+        return bool(self._requests) or bool(self._ended) or (stored is not None and stored.num_offers > 0)
 
     def seconds_to_wait(self, now: float) -> float:
-        """How long nothing can be scheduled unless a request arrives: while a batch is given time to fill."""
-        return 0.0 if len(self._running) or self._ended else max(0.0, self._gate.seconds_to_wait(self._waiting, now))
+        """How long nothing can be scheduled unless a request arrives, or the KV store has news.
+
+        So while a batch is given time to fill, or all wait for KV that is brought back.
+        """
+        if len(self._running) or self._ended:
+            return 0.0
+        seconds = max(0.0, self._gate.seconds_to_wait(self._waiting, now))
+        if seconds == 0.0 and self._is_idle and self.kv.stored is not None:
+            seconds = min(self.kv.stored.seconds_to_wait(now), self._deadlines.seconds_left(now, self._requests))
+        return max(0.0, seconds)
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
         """Queue a request, or return its terminal "error" output."""
@@ -118,7 +129,7 @@ class Scheduler:
     def sleep(self) -> list[RequestOutput]:
         """End every live request and refuse new ones until `wake`: the device may lose its KV meanwhile."""
         outputs = self.abort_all()
-        self.reset_prefix_cache()
+        self.kv.forget_everything(self._running, self._waiting, stored=False)
         self.arrivals.asleep = True
         return outputs
 
@@ -140,6 +151,8 @@ class Scheduler:
         """
         if after is not None:
             assume(after, self._requests)
+        if self.kv.stored is not None:
+            self.kv.stored.step(now)
         for request, kind in self._deadlines.expired(now, self._requests):
             self.num_deadline_misses += 1
             self._ended.append(self._live.finish(request, "deadline", missed_text(request, kind), "deadline"))
@@ -148,7 +161,8 @@ class Scheduler:
         budget = self._schedule_running(scheduled, self.config.max_num_batched_tokens)
         # Blocks that somebody just lost go to those who needed them; he would be let in again only to lose them again.
         if self._waiting and self.num_preemptions == num_preemptions:
-            self._schedule_waiting(scheduled, budget, now)
+            self._schedule_waiting(scheduled, budget, now, in_flight=after is not None)
+        self._is_idle = not scheduled
         if self.config.num_scheduler_steps > 1:
             scheduled = self._more_steps(scheduled, now)
         admitted, self._admitted = tuple(self._admitted), []
@@ -199,6 +213,8 @@ class Scheduler:
             new_block_ids = self.kv.grow(request, request.num_computed_tokens + num_tokens)
             if new_block_ids is not None:
                 return new_block_ids
+            if self.kv.stored is not None and self.kv.stored.give_way():
+                continue
             if len(self._running) == 1:
                 raise BlockPoolError(f"request {request.request_id} alone doesn't fit in the pool")
             victim = self._running.pop()
@@ -210,29 +226,35 @@ class Scheduler:
         self._live.preempt(request)
         self.num_preemptions += 1
 
-    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float) -> None:
+    def _schedule_waiting(self, scheduled: list[ScheduledRequest], budget: int, now: float, *, in_flight: bool) -> None:
         self._gate.begin_step(len(self._running), self._waiting, self.arrivals.count, now)
         reserved = sum(self.kv.num_missing_blocks(request, request.num_tokens) for request in self._running)
+        stored, speed = self.kv.stored, self.speed.prefill_tokens_per_second
+        if stored is not None:
+            reserved += sum(stored.num_reserved(load.request) for load in stored.loads)
         limit = self.config.max_preemptions
         self._has_settled = any(request.num_preemptions >= limit for request in self._running)
         prefilling = [request for request in self._running if request.is_prefilling]
         index = 0
-        # Those who wait for a prefix are passed by; as many as may run are looked at.
+        # Those who wait for a prefix or stored KV are passed by; as many as may run are looked at.
         while index < min(len(self._waiting), self.config.max_num_seqs):
             request = self._waiting[index]
             cached = self.kv.find_cached(request)
-            has_place = budget > 0 and len(self._running) < self.config.max_num_seqs
             # Only requests ahead count: they get their tokens first, so nobody waits for one that waits for him.
+            has_place = budget > 0 and self._num_places() > 0
             ahead = [other for other in prefilling if self._running.is_before(other, request)] if has_place else []
-            num_coming = num_worth_waiting_for(request, cached, ahead, self.kv)
-            if num_coming:
-                self._holdup = ("prefix", num_coming)
-                index += 1
-                continue
-            holdup = self._why_not_now(request, cached, reserved, budget, now)
+            passed_by = self._what_comes(request, cached, ahead, now)
+            holdup = passed_by or self._why_not_now(request, cached, reserved, budget, now)
+            if holdup is None and stored is not None:
+                num_tokens = stored.begin(request, cached, now, speed, in_flight=in_flight)
+                passed_by = holdup = ("kv", num_tokens) if num_tokens else None
+                reserved += stored.num_reserved(request)
             if holdup is not None:
                 self._holdup = holdup
-                break  # Strictly in order: letting a smaller one pass could starve this one.
+                if passed_by is None:
+                    break  # Strictly in order: letting a smaller one pass could starve this one.
+                index += 1
+                continue
             self._waiting.pop(index)
             new_block_ids = self._admit(request, cached)
             prefilling.append(request)
@@ -243,12 +265,29 @@ class Scheduler:
             budget -= num_tokens
             reserved += self.kv.num_missing_blocks(request, request.num_tokens)
 
+    def _what_comes(
+        self, request: Request, cached: list[int], ahead: list[Request], now: float
+    ) -> tuple[Reason, float] | None:
+        """What of the request's prefix will be in the cache in a moment and is worth waiting for; None if nothing."""
+        num_coming = num_worth_waiting_for(request, cached, ahead, self.kv)
+        if num_coming:
+            return "prefix", num_coming
+        if self.kv.stored is None:
+            return None
+        num_stored = self.kv.stored.num_awaited(request, cached, now, self.speed.prefill_tokens_per_second)
+        return ("kv", num_stored) if num_stored else None
+
+    def _num_places(self) -> int:
+        """How many requests more may run, once those whose KV is being loaded do."""
+        num_loads = self.kv.stored.num_loads if self.kv.stored is not None else 0
+        return self.config.max_num_seqs - len(self._running) - num_loads
+
     def _why_not_now(
         self, request: Request, cached: list[int], reserved: int, budget: int, now: float
     ) -> tuple[Reason, float] | None:
         """What the first waiting request lacks to be admitted in this step, and how much of it; None if nothing."""
-        if len(self._running) >= self.config.max_num_seqs:
-            return "seqs", len(self._running) - self.config.max_num_seqs + 1
+        if self._num_places() < 1:
+            return "seqs", 1 - self._num_places()
         if not self._gate.admits(request):
             return "batch", self.seconds_to_wait(now)
         if budget < 1:
@@ -359,6 +398,8 @@ class Scheduler:
                 if item.embed:
                     outputs.append(self._deliver(request, result, now))
         self._measure(plan, results, seconds)
+        if self.kv.stored is not None:
+            self.kv.stored.start()
         return outputs
 
     def _measure(self, plan: StepPlan, results: Mapping[str, StepResult], seconds: float) -> None:
@@ -447,16 +488,23 @@ class Scheduler:
             classes=self.speculation.records(),
             batch_newest_arrival=self._gate.newest_arrival,
             batch_num_places=self._gate.num_places,
+            chunk_blocks=self.kv.stored.chunk_blocks if self.kv.stored is not None else 0,
+            max_load_wait_s=self.kv.stored.max_wait_s if self.kv.stored is not None else 0.0,
+            loads=self.kv.stored.state() if self.kv.stored is not None else (),
         )
 
     @classmethod
-    def from_state(cls, state: SchedulerState, store: SequenceStore | None = None) -> Scheduler:
-        """A scheduler that decides as the one that gave `state` will. `store` is used if that one had a store."""
-        made = cls(state.config, kv_from_state(state, store), state.eos_token_ids, state.speculation)
+    def from_state(
+        cls, state: SchedulerState, store: SequenceStore | None = None, stored: StoredKV | None = None
+    ) -> Scheduler:
+        """A scheduler that decides as the one that gave `state` will. The stores are used if that one had such."""
+        made = cls(state.config, kv_from_state(state, store, stored), state.eos_token_ids, state.speculation)
         made.arrivals.asleep = state.asleep
         made.arrivals.adapters = dict(state.adapters)
         made.arrivals.count = state.num_arrivals
         made._live.restore(map(request_from_state, state.requests), state.released)
+        if made.kv.stored is not None:
+            made.kv.stored.restore(state.loads, made._requests)
         made.speed.restore(state.speed)
         made.speculation.restore(state.guess_cost, state.classes)
         made._gate.newest_arrival, made._gate.num_places = state.batch_newest_arrival, state.batch_num_places

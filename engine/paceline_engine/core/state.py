@@ -16,6 +16,8 @@ from paceline_engine.core.kv_manager import KVManager, SequenceStore
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.request import Request
 from paceline_engine.core.spec import ClassRecord, SpeculationConfig
+from paceline_engine.core.stored_kv import StoredKV
+from paceline_engine.core.stored_prefixes import LoadState, StoredPrefixes
 from paceline_engine.records import Struct, require_msgspec
 
 # Derived from the tokens, and made again when it is asked for.
@@ -29,6 +31,7 @@ class SchedulerState(Struct, frozen=True, kw_only=True):
 
     requests are in the order of arrival here; free_block_ids and cached_block_ids in the order in which they will be
     handed out. blocks_of: block ids by hash, the copy that a hit takes first. speed: the sums of the fit, prefill last.
+    chunk_blocks: of the store that KV comes back from, 0 without one; max_load_wait_s and loads: its waits and loads.
     """
 
     config: SchedulerConfig
@@ -51,6 +54,9 @@ class SchedulerState(Struct, frozen=True, kw_only=True):
     classes: tuple[ClassRecord, ...]
     batch_newest_arrival: int
     batch_num_places: int
+    chunk_blocks: int
+    max_load_wait_s: float
+    loads: tuple[LoadState, ...]
 
 
 @cache
@@ -72,12 +78,16 @@ def request_from_state(state: dict[str, Any]) -> Request:
     return Request(**{name: getattr(fields, name) for name in _STORED})
 
 
-def kv_from_state(state: SchedulerState, store: SequenceStore | None) -> KVManager:
-    """Block pool and prefix cache as they were. `store` is used if there was one."""
+def kv_from_state(state: SchedulerState, store: SequenceStore | None, stored: StoredKV | None) -> KVManager:
+    """Block pool and prefix cache as they were, without loads. The stores are used if there were such."""
     held = [block_id for request in state.requests for block_id in request["block_ids"]]
+    held += [block_id for load in state.loads for block_id in load.block_ids]
     marked = [block_id for _, copies in state.blocks_of for block_id in copies]
     pool = BlockPool.restored(state.num_blocks, state.free_block_ids, state.cached_block_ids, held, marked)
     cache = PrefixCache(pool, state.block_size) if state.has_cache else None
     if cache is not None:
         cache.restore(state.blocks_of)
-    return KVManager(pool, state.block_size, store if state.has_store else None, cache)
+    prefixes: StoredPrefixes | None = None
+    if cache is not None and stored is not None and state.chunk_blocks:
+        prefixes = StoredPrefixes(pool, cache, state.block_size, stored, state.chunk_blocks, state.max_load_wait_s)
+    return KVManager(pool, state.block_size, store if state.has_store else None, cache, prefixes)

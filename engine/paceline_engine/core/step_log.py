@@ -8,6 +8,7 @@ so that at least one whole one is there when the newer has just begun. Imports n
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 from paceline_engine.core.kv_manager import SequenceStore
@@ -15,6 +16,7 @@ from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.state import SchedulerState
+from paceline_engine.core.stored_kv import Arrived, ChunkLoad, StoredKV
 from paceline_engine.messages import AddRequest
 from paceline_engine.records import Struct, require_msgspec
 
@@ -46,12 +48,17 @@ class Commanded(Struct, frozen=True, tag="command"):
 
 
 class Planned(Struct, frozen=True, tag="plan"):
-    """A step was planned: when, and what the store answered meanwhile. ahead: on top of one that wasn't booked yet."""
+    """A step was planned: when, and what stores answered meanwhile. ahead: on top of one that wasn't booked yet.
+
+    stored: by the store of preempted sequences. found, arrived: lookups and loads of stored prefixes.
+    """
 
     now: float
     plan: StepPlan
     stored: tuple[int, ...]
     ahead: bool
+    found: tuple[int | None, ...] = ()
+    arrived: tuple[Arrived, ...] = ()
 
 
 class Updated(Struct, frozen=True, tag="update"):
@@ -110,6 +117,79 @@ class RecordingStore:
         """What `save` and `load` returned since the last call, in order."""
         answers, self._answers = tuple(self._answers), []
         return answers
+
+
+class RecordingPrefixes:
+    """Stored prefixes whose answers are noted, as those of `RecordingStore`."""
+
+    def __init__(self, store: StoredKV) -> None:
+        self._store = store
+        self._found: list[int | None] = []
+        self._arrived: tuple[Arrived, ...] = ()
+
+    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
+        """As the store."""
+        self._found.append(self._store.find(request_id, chain, first))
+        return self._found[-1]
+
+    def begin(self, load: ChunkLoad) -> None:
+        """As the store."""
+        self._store.begin(load)
+
+    def poll(self) -> Sequence[Arrived]:
+        """As the store."""
+        self._arrived = tuple(self._store.poll())
+        return self._arrived
+
+    def cancel(self, request_id: str) -> None:
+        """As the store."""
+        self._store.cancel(request_id)
+
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
+        """As the store."""
+        self._store.offer(key, parent, block_ids)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """As the store."""
+        self._store.forget(keys)
+
+    def clear(self) -> None:
+        """As the store."""
+        self._store.clear()
+
+    def take_answers(self) -> tuple[tuple[int | None, ...], tuple[Arrived, ...]]:
+        """What `find` and `poll` returned since the last call; `poll` is called once a step."""
+        answers, self._found = (tuple(self._found), self._arrived), []
+        return answers
+
+
+class _PrefixAnswers:
+    """Stored prefixes that give a recording's answers again."""
+
+    def __init__(self) -> None:
+        self.found: deque[int | None] = deque()
+        self.arrived: tuple[Arrived, ...] = ()
+
+    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
+        return self.found.popleft() if self.found else 0
+
+    def begin(self, load: ChunkLoad) -> None:
+        pass
+
+    def poll(self) -> Sequence[Arrived]:
+        return self.arrived
+
+    def cancel(self, request_id: str) -> None:
+        pass
+
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
+        pass
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
 
 
 class _Answers:
@@ -174,9 +254,13 @@ class StepLog:
     def planned(self, now: float, plan: StepPlan, ahead: bool = False) -> None:
         """A step was planned."""
         stored = self._store.take_answers() if self._store is not None else ()
+        prefixes = self._scheduler.kv.stored
+        recorder = prefixes.store if prefixes is not None else None
+        found, arrived = recorder.take_answers() if isinstance(recorder, RecordingPrefixes) else ((), ())
         weight = ENTRY_WEIGHT * (1 + len(plan.scheduled)) + plan.num_tokens
         weight += sum(len(admitted.token_ids) for admitted in plan.admitted)
-        self._note(Planned(now, plan, stored, ahead), weight)
+        weight += ENTRY_WEIGHT * len(arrived)
+        self._note(Planned(now, plan, stored, ahead, found, arrived), weight)
 
     def updated(self, results: tuple[StepResult, ...], end: float, seconds: float = 0.0) -> None:
         """The oldest plan that wasn't booked yet was."""
@@ -198,8 +282,8 @@ def decoded(log: bytes) -> list[Segment]:
 
 def replay(segment: Segment) -> Difference | None:
     """Drive a scheduler through a segment; the first plan that isn't the recorded one, or None."""
-    store = _Answers()
-    scheduler = Scheduler.from_state(segment.state, store)
+    store, prefixes = _Answers(), _PrefixAnswers()
+    scheduler = Scheduler.from_state(segment.state, store, prefixes)
     unbooked: deque[StepPlan] = deque()
     num_steps = 0
     for entry in segment.entries:
@@ -212,6 +296,7 @@ def replay(segment: Segment) -> Difference | None:
                 _repeat(scheduler, entry)
             case Planned():
                 store.answers = deque(entry.stored)
+                prefixes.found, prefixes.arrived = deque(entry.found), entry.arrived
                 plan = scheduler.schedule(entry.now, unbooked[-1] if entry.ahead else None)
                 if plan != entry.plan:
                     return Difference(step=num_steps, recorded=entry.plan, replayed=plan)

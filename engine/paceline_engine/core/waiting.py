@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from paceline_engine.core.request import Request
 from paceline_engine.records import Struct
 
-Reason = Literal["blocks", "seqs", "budget", "batch", "prefix", "preemption"]
+Reason = Literal["blocks", "seqs", "budget", "batch", "prefix", "kv", "preemption"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 _SENTENCES: dict[Reason, str] = {
     "blocks": "{missing} KV blocks more must become free",
@@ -19,6 +19,7 @@ _SENTENCES: dict[Reason, str] = {
     "budget": "the token budget of the step was used up by running requests (max-num-batched-tokens)",
     "batch": "the batch that runs must end first (batching)",
     "prefix": "{missing} of its tokens are being computed for another request and can be shared in a moment",
+    "kv": "{missing} of its tokens are being brought back from the KV store",
     "preemption": "it was preempted as often as may be, and {missing} blocks more are needed to never do it again",
 }
 

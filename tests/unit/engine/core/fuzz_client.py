@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fuzz_device import Device, Memory, MemoryStore, text_of
+from fuzz_device import Device, Memory, MemoryStore, PrefixStore, text_of
 
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
@@ -14,7 +14,8 @@ from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.core.spec import SpeculationConfig
-from paceline_engine.core.step_log import Commanded, RecordingStore, StepLog
+from paceline_engine.core.step_log import Commanded, RecordingPrefixes, RecordingStore, StepLog
+from paceline_engine.core.stored_prefixes import StoredPrefixes
 from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams
 
 EOS = 0
@@ -32,6 +33,7 @@ class Client:
     scheduler: Scheduler
     device: Device
     store: MemoryStore | None = None
+    prefixes: PrefixStore | None = None
     log: StepLog | None = None
     overlapped: bool = False
     in_flight: StepPlan | None = None
@@ -112,6 +114,9 @@ class Client:
             self.send(self.started[name])
 
     def send(self, message: AddRequest) -> None:
+        digest = "" if message.adapter is None else self.scheduler.arrivals.adapters.get(message.adapter)
+        if self.prefixes is not None and digest is not None and self.rng.random() < 0.5:
+            self.prefixes.keep(message, digest)
         if self.log is not None:
             self.log.added(message, self.now)
         self.take(self.scheduler.add(message, self.now))
@@ -135,6 +140,12 @@ class Client:
                 self.take(output)
             self.command("wake")
             self.scheduler.wake()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether somebody may wait for the store of prefixes, or it is still to be offered something."""
+        store, stored = self.prefixes, self.scheduler.kv.stored
+        return store is not None and stored is not None and bool(store.loading or store.asked or stored.num_offers)
 
     def abort(self) -> None:
         name = self.rng.choice(sorted(self.started))
@@ -213,8 +224,16 @@ def make_client(seed: int, log_weight: int | None = None) -> Client:
     store = MemoryStore(rng, memory) if rng.random() < 0.5 else None
     cached: Any = rng.choice((None, "hash", "hash", "radix"))
     recorded = RecordingStore(store) if store is not None else None
-    kv = KVManager(pool, block_size, recorded, PrefixCache(pool, block_size, cached) if cached else None)
+    cache = PrefixCache(pool, block_size, cached) if cached else None
+    chunk_blocks = rng.randint(1, 3)
+    prefixes = PrefixStore(rng, memory, chunk_blocks) if rng.random() < 0.5 else None
+    stored: StoredPrefixes | None = None
+    if prefixes is not None and cache is not None:
+        max_wait_s = rng.choice((1.5, 6.0, 20.0))
+        stored = StoredPrefixes(pool, cache, block_size, RecordingPrefixes(prefixes), chunk_blocks, max_wait_s)
+    kv = KVManager(pool, block_size, recorded, cache, stored)
     scheduler = Scheduler(config, kv, (EOS,), speculation)
     scheduler.arrivals.set_adapter("style", "digest")
     log = StepLog(scheduler, recorded, log_weight) if log_weight is not None else None
-    return Client(rng, scheduler, Device(rng, memory), store, log, overlapped=rng.random() < 0.5)
+    device = Device(rng, memory)
+    return Client(rng, scheduler, device, store, prefixes, log, overlapped=rng.random() < 0.5)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 from msgspec.structs import replace
 
+from paceline_api.identity import chain_hashes
 from paceline_engine.core.outputs import UNKNOWN, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.request import Request
+from paceline_engine.core.stored_kv import Arrived, ChunkLoad
 from paceline_engine.messages import AddRequest, TokenLogprobs
 from paceline_engine.rounds import in_rounds
 
@@ -55,6 +58,103 @@ class MemoryStore:
 
     def clear(self) -> None:
         self.kept.clear()
+
+
+@dataclass
+class Loading:
+    """A load that the store was asked for. A mute one never ends by itself."""
+
+    load: ChunkLoad
+    is_mute: bool
+    num_chunks: int = 0
+
+
+class PrefixStore:
+    """Chunks by key, with random delays, lies about what is there, failures halfway, and answers that never come."""
+
+    def __init__(self, rng: random.Random, memory: Memory, chunk_blocks: int) -> None:
+        self._rng = rng
+        self._memory = memory
+        self._chunk_blocks = chunk_blocks
+        self.chunks: dict[bytes, list[int | None]] = {}
+        self.loading: dict[str, Loading] = {}
+        self.asked: set[str] = set()
+        self.mute: set[str] = set()
+        self.num_loaded = 0
+
+    def keep(self, message: AddRequest, adapter_digest: str) -> None:
+        """Have the chunks of a prompt, as from another engine."""
+        size = self._memory.block_size
+        keys = chain_hashes(message.prompt_token_ids, size, message.salt, adapter_digest)
+        content, contents = root_of(message), list[int | None]()
+        for token in message.prompt_token_ids:
+            content = hash((content, token))
+            contents.append(content)
+        step = self._chunk_blocks
+        for end in range(step, len(keys) + 1, step):
+            self.chunks[keys[end - 1]] = contents[(end - step) * size : end * size]
+
+    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
+        assert request_id not in self.loading, "looked up again"
+        assert first < len(chain)
+        self.asked.add(request_id)
+        if self._rng.random() < 0.02:
+            self.mute.add(request_id)
+        if request_id in self.mute or self._rng.random() < 0.3:
+            return None
+        self.asked.discard(request_id)
+        there = [key in self.chunks for key in chain[first:]]
+        return first + [*there, False].index(False) + (self._rng.random() < 0.1)
+
+    def begin(self, load: ChunkLoad) -> None:
+        assert load.request_id not in self.loading
+        assert len(load.block_ids) == (len(load.chain) - load.first) * self._chunk_blocks > load.num_present
+        self.loading[load.request_id] = Loading(load, self._rng.random() < 0.2)
+
+    def poll(self) -> list[Arrived]:
+        news = [self._go_on(loading) for loading in list(self.loading.values()) if self._rng.random() < 0.6]
+        return [arrived for arrived in news if arrived is not None]
+
+    def _go_on(self, loading: Loading) -> Arrived | None:
+        load = loading.load
+        key = load.chain[load.first + loading.num_chunks]
+        is_there = key in self.chunks and self._rng.random() < 0.9
+        self._write(loading, self.chunks[key] if is_there else None)
+        loading.num_chunks += is_there
+        self.num_loaded += is_there
+        is_over = (not is_there or load.first + loading.num_chunks == len(load.chain)) and not loading.is_mute
+        if is_over:
+            del self.loading[load.request_id]
+        elif not is_there or load.first + loading.num_chunks == len(load.chain):
+            loading.num_chunks -= is_there  # Once more and once more.
+            return None
+        return Arrived(request_id=load.request_id, tiers=("fake",) * loading.num_chunks, is_over=is_over)
+
+    def _write(self, loading: Loading, contents: list[int | None] | None) -> None:
+        """The next chunk, or garbage where it fails halfway."""
+        size, begin = self._memory.block_size, loading.num_chunks * self._chunk_blocks
+        for position in range(begin * size, (begin + self._chunk_blocks) * size):
+            if position >= loading.load.num_present * size:
+                content = contents[position - begin * size] if contents is not None else -1
+                self._memory.write(loading.load.block_ids, position, content)
+
+    def cancel(self, request_id: str) -> None:
+        self.loading.pop(request_id, None)
+        self.asked.discard(request_id)
+        self.mute.discard(request_id)
+
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
+        contents = [self._memory.read(block_ids, i) for i in range(self._chunk_blocks * self._memory.block_size)]
+        assert self.chunks.get(key, contents) == contents, "another content under one key"
+        if self._rng.random() < 0.9:
+            self.chunks[key] = contents
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.chunks.pop(key, None)
+
+    def clear(self) -> None:
+        self.chunks.clear()
 
 
 def next_token(content: int) -> int:

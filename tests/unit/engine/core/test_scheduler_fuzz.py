@@ -1,9 +1,9 @@
 """Random schedules: whatever arrives and leaves, books balance, KV and texts are right, everyone ends exactly once.
 
 The device here has a memory: each KV slot remembers of which tokens, tenant and adapter it is the state. So a block
-that is shared, restored, guessed into or reused wrongly is noticed by whoever reads it, and a request's text follows
-from its prompt alone. Some schedules let the device make several steps at once, half are planned ahead of results where
-that is allowed. PACELINE_FUZZ_SCHEDULES says how many.
+that is shared, restored, loaded, guessed into or reused wrongly is noticed by whoever reads it, and a request's text
+follows from its prompt alone. Some schedules let the device make several steps at once, half are planned ahead of
+results where that is allowed. PACELINE_FUZZ_SCHEDULES says how many.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ def run_schedule(seed: int) -> None:
             client.disturb()
         client.step()
     # A step computes at least one token. A request has at most 60 of them, and is computed anew at most once for each
-    # preemption; far beyond that it is a livelock. Only a dynamic batch may wait, for two steps.
+    # preemption; far beyond that it is a livelock. Only a dynamic batch may wait, for two steps, and who waits for the
+    # store, for as long as that may take.
     idle = 0
     for _ in range(60 * len(client.started) * 5 + 100):
         if not scheduler.has_work:
             break
-        idle = 0 if client.step().scheduled or not scheduler.has_work else idle + 1
-        # With all work in flight there is nothing to plan.
-        allowed = (3 if scheduler.config.batching == "dynamic" else 0) + client.overlapped
+        was_loading = client.is_loading
+        has_moved = client.step().scheduled or not scheduler.has_work
+        idle = 0 if has_moved or was_loading or client.is_loading else idle + 1
+        # With all work in flight there is nothing to plan. A load that began in a step may be aborted with it.
+        allowed = (3 if scheduler.config.batching == "dynamic" else 0) + client.overlapped + bool(client.prefixes)
         assert idle <= allowed, "work, but nobody was scheduled"
     client.settle()
     assert not scheduler.has_work
@@ -48,6 +51,8 @@ def run_schedule(seed: int) -> None:
     assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks
     store = client.store
     assert store is None or not store.kept, "the store still holds KV of requests that ended"
+    prefixes = client.prefixes
+    assert prefixes is None or not (prefixes.loading or prefixes.asked), "the store still loads for requests that ended"
     assert (scheduler.num_running, scheduler.num_waiting, len(scheduler._deadlines)) <= (0, 0, 64)
 
 

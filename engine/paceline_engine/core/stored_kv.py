@@ -1,0 +1,71 @@
+"""What the scheduler asks of the store that KV of prefixes comes back from, and what it hears.
+
+Plain data and one Protocol: a store may be a tier of this process, a tiered store, or a recording's answers. Imports
+neither tensors nor I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline_engine.records import Struct
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLoad:
+    """Chunks to write into blocks. chain: the hash at the end of each chunk of the prompt, up to the last one wanted.
+
+    Those from `first` on go into block_ids, in order. num_present leading ones of these blocks have their KV already
+    and others may be reading it: they must not be written.
+    """
+
+    request_id: str
+    chain: tuple[bytes, ...]
+    first: int
+    block_ids: tuple[int, ...]
+    num_present: int
+
+
+class Arrived(Struct, frozen=True, kw_only=True):
+    """How far a load is: where each leading chunk that is in its blocks came from, and whether no more will come."""
+
+    request_id: str
+    tiers: tuple[str, ...]
+    is_over: bool
+
+
+class StoredKV(Protocol):
+    """Finds, loads and keeps chunks of KV, keyed by hashes of the block chain. No call waits for a disk or network."""
+
+    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
+        """How many leading chunks of the chain, those before `first` included, to load; None: ask again.
+
+        At most `first` if nothing is worth it. A promise of nothing: chunks may be gone when they are loaded.
+        """
+        ...
+
+    def begin(self, load: ChunkLoad) -> None:
+        """Write chunks into blocks that nobody else touches until the load is over or cancelled."""
+        ...
+
+    def poll(self) -> Sequence[Arrived]:
+        """News of loads since the last call; of each at most one entry, which counts from the load's start."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request's lookup or load, if there is one: afterwards no block is written, and nothing told."""
+        ...
+
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
+        """Keep a copy of a chunk. The blocks may be reused as soon as this returns."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Never bring these chunks back: what they hold may be wrong."""
+        ...
+
+    def clear(self) -> None:
+        """Bring back nothing that was offered or stored until now."""
+        ...
