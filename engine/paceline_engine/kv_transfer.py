@@ -1,23 +1,19 @@
 """KV of preempted sequences on its way between the block pool and the key-value store's memory tier.
 
-A sequence travels in chunks of up to CHUNK_TOKENS tokens over all layers, [layers, 2, tokens, kv_heads, head_dim], of
-8-bit KV with the scales [layers, 2, tokens, kv_heads, 1] behind it, keyed by what the KV is the state of: namespace,
-tenant salt and all tokens up to the chunk's end. The tier checks key and checksum and may forget a chunk at any time;
-the leading chunks that it still has are restored, the rest is recomputed.
+A sequence travels in chunks of up to CHUNK_TOKENS tokens (`kv_chunks`), keyed by what the KV is the state of:
+namespace, tenant salt and all tokens up to the chunk's end. The tier checks key and checksum and may forget a chunk at
+any time; the leading chunks that it still has are restored, the rest is recomputed.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from paceline_api.identity import block_hash
 from paceline_engine.core.request import Request
+from paceline_engine.core.stored_kv import CHUNK_TOKENS, num_chunk_blocks
+from paceline_engine.kv_chunks import ChunkCopier
 from paceline_engine.paged_kv import PagedKV
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.tiers.base import Tier
-
-CHUNK_TOKENS = 256
 
 
 class KVTransfer:
@@ -25,15 +21,10 @@ class KVTransfer:
 
     def __init__(self, kv: PagedKV, tier: Tier, namespace_digest: str, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.tier = tier
-        self._kv = kv
+        self._copier = ChunkCopier(kv)
         self._namespace = bytes.fromhex(namespace_digest)
-        # Whole blocks, so that a chunk's hash is a link of the block chain.
-        self._chunk_tokens = max(1, chunk_tokens // kv.block_size) * kv.block_size
-        self._planes = [kv.tensor.flatten(2, 3)]
-        if kv.scales is not None:
-            # Torch moves bytes where it doesn't move numbers of 8 bits.
-            self._planes = [kv.tensor.view(torch.uint8).flatten(2, 3)]
-            self._planes.append(kv.scales.flatten(2, 3).unsqueeze(-1))
+        self._block_size = kv.block_size
+        self._chunk_tokens = num_chunk_blocks(kv.block_size, chunk_tokens) * kv.block_size
         self._chunks_of: dict[str, list[ChunkKey]] = {}
 
     def save(self, request: Request) -> int:
@@ -41,7 +32,7 @@ class KVTransfer:
         keys: list[ChunkKey] = []
         num_saved = 0
         for key in self._chunk_keys(request):
-            payload = self._read(request, num_saved, key.num_tokens)
+            payload = self._copier.read(request.block_ids[num_saved // self._block_size :], key.num_tokens)
             # A tier that has no room but this sequence's own head refuses: the tail is no use without it.
             if not self.tier.put(key, payload.data, parent=keys[-1] if keys else None):
                 break
@@ -63,7 +54,8 @@ class KVTransfer:
                 payload = self.tier.get(key)
                 if payload is None:
                     break
-                self._write(request, num_loaded, key.num_tokens, payload, skipped)
+                block_ids = request.block_ids[num_loaded // self._block_size :]
+                self._copier.write(block_ids, key.num_tokens, payload, skipped)
             num_loaded += key.num_tokens
         self.drop(request)
         return min(num_loaded, num_tokens)
@@ -84,7 +76,7 @@ class KVTransfer:
         """Keys of the computed tokens' chunks; the last block of the last chunk may be partial."""
         keys: list[ChunkKey] = []
         chain: bytes | None = None
-        total, block_size = request.num_computed_tokens, self._kv.block_size
+        total, block_size = request.num_computed_tokens, self._block_size
         for start in range(0, total, block_size):
             end = min(start + block_size, total)
             chain = block_hash(chain, request.token_ids[start:end], request.salt, request.adapter_digest)
@@ -92,23 +84,3 @@ class KVTransfer:
                 first = (end - 1) // self._chunk_tokens * self._chunk_tokens
                 keys.append(ChunkKey(self._namespace, chain, end - first))
         return keys
-
-    def _slot_ids(self, request: Request, start: int, num_tokens: int) -> torch.Tensor:
-        positions = torch.arange(start, start + num_tokens)
-        block_size = self._kv.block_size
-        blocks = torch.tensor(request.block_ids, dtype=torch.int64)[positions // block_size]
-        return (blocks * block_size + positions % block_size).to(self._kv.tensor.device)
-
-    def _read(self, request: Request, start: int, num_tokens: int) -> np.ndarray:
-        slots = self._slot_ids(request, start, num_tokens)
-        parts = [plane.index_select(2, slots).cpu().view(torch.uint8).numpy().reshape(-1) for plane in self._planes]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _write(self, request: Request, start: int, num_tokens: int, payload: memoryview, skipped: int) -> None:
-        slots = self._slot_ids(request, start + skipped, num_tokens - skipped)
-        content, begin = np.frombuffer(payload, dtype=np.uint8), 0
-        for plane in self._planes:
-            part = torch.empty((*plane.shape[:2], num_tokens, *plane.shape[3:]), dtype=plane.dtype)
-            part.view(torch.uint8).numpy().reshape(-1)[:] = content[begin : begin + part.nbytes]
-            begin += part.nbytes
-            plane.index_copy_(2, slots, part[:, :, skipped:].to(plane.device))

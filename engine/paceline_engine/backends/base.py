@@ -17,6 +17,7 @@ from paceline_engine.records import replace
 
 if TYPE_CHECKING:
     from paceline_engine.core.kv_manager import SequenceStore
+    from paceline_engine.tier_store import CopiesChunks
 
 
 class Backend(Protocol):
@@ -78,6 +79,16 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """No call follows."""
+        ...
+
+
+@runtime_checkable
+class HoldsKV(Protocol):
+    """A device whose KV may go to the key-value store and come back."""
+
+    @property
+    def chunk_copier(self) -> CopiesChunks | None:
+        """What copies it; None if it is spread over several processes."""
         ...
 
 

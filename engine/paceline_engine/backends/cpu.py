@@ -19,6 +19,7 @@ from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.drafting import num_scratch_blocks
 from paceline_engine.grammar import Grammars
+from paceline_engine.kv_chunks import ChunkCopier
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.paged_kv import PagedKV
@@ -72,6 +73,11 @@ class CpuBackend:
     def kv_store_bytes(self) -> int:
         """Bytes of offloaded KV, chunk headers included."""
         return self._tier.bytes_used
+
+    @property
+    def chunk_copier(self) -> ChunkCopier:
+        """Copies KV between the pool and chunks."""
+        return ChunkCopier(self._runner.kv)
 
     @property
     def draft_cost(self) -> float | None:

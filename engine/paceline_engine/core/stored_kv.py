@@ -12,6 +12,13 @@ from typing import Protocol
 
 from paceline_engine.records import Struct
 
+CHUNK_TOKENS = 256
+
+
+def num_chunk_blocks(block_size: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
+    """Blocks of a chunk: whole ones, so that its hash is a link of the block chain."""
+    return max(1, chunk_tokens // block_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLoad:

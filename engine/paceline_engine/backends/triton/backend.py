@@ -23,6 +23,7 @@ from paceline_engine.config import EngineConfig
 from paceline_engine.core.kv_manager import SequenceStore
 from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.grammar import Grammars
+from paceline_engine.kv_chunks import ChunkCopier
 from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.runner import Launched, ModelRunner
@@ -93,6 +94,11 @@ class TritonBackend:
     def kv_store_bytes(self) -> int:
         """Bytes of offloaded KV, chunk headers included."""
         return self._tier.bytes_used
+
+    @property
+    def chunk_copier(self) -> ChunkCopier | None:
+        """Copies KV between the pool and chunks; None if the model is spread, and the pool with it."""
+        return ChunkCopier(self._resident.kv) if self._workers is None else None
 
     @property
     def draft_cost(self) -> float | None:
