@@ -184,6 +184,16 @@ KVCacheMemory = Annotated[
 KVStoreMemory = Annotated[
     int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for preempted requests' KV; 0 recomputes it.")
 ]
+KVStoreDisk = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH",
+        help="Folder, for this engine alone, where KV of prompts outlives a restart. Without it none does.",
+    ),
+]
+KVStoreDiskCapacity = Annotated[
+    int, typer.Option(parser=_SIZE, metavar="SIZE", help="Most bytes that the files of --kv-store-disk may take.")
+]
 MaxLoras = Annotated[int, typer.Option(min=1, help="LoRA adapters that may be loaded at once.")]
 MaxLoraRank = Annotated[int, typer.Option(min=1, help="Highest rank of a LoRA adapter.")]
 DrainTimeout = Annotated[

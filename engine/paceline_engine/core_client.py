@@ -227,13 +227,13 @@ class CoreClient:
         self._send(make(command_id))
         return answer
 
-    async def stop(self) -> None:
-        """Ask the core to leave, kill it if it doesn't, end what is live."""
+    async def stop(self, flush_s: float = 0.0) -> None:
+        """Ask the core to leave, kill it if it doesn't, end what is live. flush_s: what its KV store may take."""
         self._stopping = True
         if not self._exited.done():
-            self._send(Shutdown())
+            self._send(Shutdown(flush_s=flush_s))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._exited), KILL_AFTER_SECONDS)
+                await asyncio.wait_for(asyncio.shield(self._exited), flush_s + KILL_AFTER_SECONDS)
         self.kill()
         await self._reaper
         self._reader.cancel()

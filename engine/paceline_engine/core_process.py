@@ -44,6 +44,7 @@ from paceline_engine.messages import (
     RequestOutput,
     Shutdown,
     StepOutputs,
+    StoreNews,
     ToCore,
 )
 
@@ -70,9 +71,12 @@ class CoreLoop:
         receive: Callable[[float], ToCore | None],
         send: Callable[[FromCore], None],
         clock: Callable[[], float] = time.monotonic,
-        post: Callable[[CommandResult], None] = lambda _: None,
+        post: Callable[[ToCore], None] = lambda _: None,
     ) -> None:
         self._post = post
+        self._prefixes = core.prefixes
+        if core.prefixes is not None:
+            core.prefixes.on_news(lambda: post(StoreNews()))
         self._scheduler = core.scheduler
         self._backend = core.backend
         store = core.scheduler.kv.store
@@ -106,6 +110,8 @@ class CoreLoop:
                 )
             )
         self._steps.close()
+        if self._scheduler.kv.stored is not None:
+            self._scheduler.kv.stored.offer_all()
 
     def _wait_seconds(self) -> float:
         """How long to listen before the next step: not at all, unless a step would have nothing to do."""
@@ -145,8 +151,12 @@ class CoreLoop:
                 handle_grammar(self._backend, message, self._post)
             case CommandResult():
                 results.append(message)
-            case Shutdown():
+            case Shutdown(flush_s=seconds):
                 self._stopping = True
+                if self._prefixes is not None:
+                    self._prefixes.drain(seconds)
+            case StoreNews():
+                pass  # The next step asks.
         if answer is not None:
             outputs.append(answer)
 
@@ -165,6 +175,7 @@ class CoreLoop:
             kv_offloaded_sequences=kv.num_offloaded_sequences,
             kv_restored_sequences=kv.num_restored_sequences,
             kv_store_bytes=self._backend.kv_store_bytes,
+            kv_loaded_tokens=dict(kv.stored.num_loaded_tokens) if kv.stored is not None else {},
             num_cached_blocks=kv.pool.num_cached_blocks,
             prefix_query_tokens=cache.num_query_tokens if cache is not None else 0,
             prefix_hit_tokens=cache.num_hit_tokens if cache is not None else 0,
@@ -242,18 +253,20 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
         send(CoreFailed(message=_one_line(error)))
         return 1
     finally:
+        if core is not None and core.prefixes is not None:
+            core.prefixes.close()
         context.destroy(linger=1000)
         if core is not None and isinstance(core.backend, Closes):
             core.backend.close()
     return 0
 
 
-def _poster(context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[CommandResult], None]:
+def _poster(context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[ToCore], None]:
     """Puts a message into this process's own inbox. Sockets belong to one thread, so each thread gets one."""
     local = threading.local()
     encoder = msgspec.msgpack.Encoder()
 
-    def post(message: CommandResult) -> None:
+    def post(message: ToCore) -> None:
         if not hasattr(local, "socket"):
             local.socket = context.socket(zmq.PUSH)
             local.socket.connect(INTERNAL_ADDRESS)

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from paceline_api.identity import NamespaceFields, namespace_digest
-from paceline_engine.backends.base import Backend, CanDraft, create_backend, settle_device
+from paceline_engine.backends.base import Backend, CanDraft, HoldsKV, create_backend, settle_device
 from paceline_engine.config import BYTES_PER_ELEMENT, KV_CACHE_BYTES, MIB, EngineConfig
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.core.spec import SpeculationConfig
-from paceline_engine.core.step_log import RecordingStore
+from paceline_engine.core.step_log import RecordingPrefixes, RecordingStore
+from paceline_engine.core.stored_kv import num_chunk_blocks
+from paceline_engine.core.stored_prefixes import StoredPrefixes
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import LoadedModel, load_model_dir
+from paceline_engine.tier_store import TierStore
+from paceline_kvstore.errors import FolderUnusable
+from paceline_kvstore.tiers.disk import DiskTier
+
+# A disk tier refuses what is larger than a part of it, and evicts several chunks at once.
+LEAST_CHUNKS = 32
 
 
 class SetupError(ValueError):
@@ -27,13 +36,17 @@ class SetupError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """A backend and the scheduler that feeds it. overlapped: plan the next step while the device makes the last."""
+    """A backend and the scheduler that feeds it. overlapped: plan the next step while the device makes the last.
+
+    prefixes: where KV of prefixes is stored, to be closed in the end.
+    """
 
     scheduler: Scheduler
     backend: Backend
     max_model_len: int
     namespace_digest: str
     overlapped: bool = False
+    prefixes: TierStore | None = None
 
 
 def size_blocks(config: EngineConfig, model: ModelConfig, kv_cache_bytes: int | None = None) -> tuple[int, int]:
@@ -99,6 +112,29 @@ def speculation(config: EngineConfig, backend: Backend) -> SpeculationConfig:
     )
 
 
+def open_prefixes(config: EngineConfig, backend: Backend, digest: str) -> TierStore | None:
+    """The store of prefixes, if there is to be one. Raises SetupError with one line if it can't be had."""
+    if not config.kv_store_disk:
+        return None
+    copier = backend.chunk_copier if isinstance(backend, HoldsKV) else None
+    if copier is None:
+        raise SetupError(
+            f"kv-store-disk: KV of {config.tensor_parallel_size} {config.device} devices can't be stored; leave it out"
+        )
+    chunk_tokens = num_chunk_blocks(config.block_size) * config.block_size
+    least = LEAST_CHUNKS * copier.num_bytes(chunk_tokens)
+    if config.kv_store_disk_bytes < least:
+        raise SetupError(
+            f"kv-store-disk-capacity: {config.kv_store_disk_bytes} bytes are too few for chunks of {chunk_tokens} "
+            f"tokens; give it at least {-(-least // MIB)}Mi"
+        )
+    try:
+        tier = DiskTier(Path(config.kv_store_disk), config.kv_store_disk_bytes)
+    except (FolderUnusable, OSError) as error:
+        raise SetupError(f"kv-store-disk: {error}") from error
+    return TierStore(tier, "disk", copier, digest, chunk_tokens)
+
+
 def build_core(config: EngineConfig) -> Core:
     """Load the model on the configured device. Raises ValueError with one line on anything that can't work."""
     loaded = load_model_dir(config.model_dir)
@@ -114,6 +150,11 @@ def build_core(config: EngineConfig) -> Core:
     store = RecordingStore(backend.kv_store) if backend.kv_store is not None else None
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, config.block_size, config.prefix_index) if config.enable_prefix_caching else None
+    prefixes = open_prefixes(config, backend, digest)
+    stored: StoredPrefixes | None = None
+    if prefixes is not None and cache is not None:
+        chunk_blocks = num_chunk_blocks(config.block_size)
+        stored = StoredPrefixes(pool, cache, config.block_size, RecordingPrefixes(prefixes), chunk_blocks)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -127,7 +168,7 @@ def build_core(config: EngineConfig) -> Core:
             batch_wait_s=config.batch_wait_ms / 1000.0,
             num_scheduler_steps=config.num_scheduler_steps,
         ),
-        KVManager(pool, config.block_size, store, cache),
+        KVManager(pool, config.block_size, store, cache, stored),
         loaded.config.eos_token_ids,
         speculation(config, backend),
     )
@@ -137,4 +178,5 @@ def build_core(config: EngineConfig) -> Core:
         max_model_len=max_model_len,
         namespace_digest=digest,
         overlapped=config.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
+        prefixes=prefixes,
     )

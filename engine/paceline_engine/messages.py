@@ -105,7 +105,13 @@ class DropGrammar(Struct, frozen=True, kw_only=True, tag="drop_grammar"):
 
 
 class Shutdown(Struct, frozen=True, kw_only=True, tag="shutdown"):
-    """Leave the loop after the current step."""
+    """Leave the loop after the current step. flush_s: seconds that KV may take to reach the store."""
+
+    flush_s: float = 0.0
+
+
+class StoreNews(Struct, frozen=True, kw_only=True, tag="news"):
+    """The KV store has brought something back. From the core's own threads to its loop, so that this wakes up."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -157,12 +163,13 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
 class CoreStats(Struct, frozen=True, kw_only=True):
     """Scheduler state after a step. Counters only grow; *_seconds are seconds.
 
-    num_free_blocks: held by nobody; num_cached_blocks of them hold KV that a prefix hit would find. prefix_query_tokens
-    and prefix_hit_tokens: of admitted requests' prompts. spec_accepted_per_position: how often the first, second, ...
-    guess was kept. num_deadline_refusals were refused on arrival, num_deadline_misses cut. waiting_reasons: waiting
-    requests by what they wait for. A step of n tokens takes about step_alpha_seconds + step_beta_seconds * n;
-    prefill_tokens_per_second is measured; all three are 0 until known. num_steps: round trips to the device, which took
-    step_seconds. device: the backend's own counters.
+    num_free_blocks: held by nobody; num_cached_blocks of them hold KV that a prefix hit would find.
+    prefix_query_tokens and prefix_hit_tokens: of admitted requests' prompts. kv_loaded_tokens: that the KV store
+    brought back, by tier. spec_accepted_per_position: how often the first, second, ... guess was kept.
+    num_deadline_refusals were refused on arrival, num_deadline_misses cut. waiting_reasons: waiting requests by
+    what they wait for. A step of n tokens takes about step_alpha_seconds + step_beta_seconds * n;
+    prefill_tokens_per_second is measured; all three are 0 until known. num_steps: round trips to the device, which
+    took step_seconds. device: the backend's own counters.
     """
 
     num_running: int = 0
@@ -176,6 +183,7 @@ class CoreStats(Struct, frozen=True, kw_only=True):
     kv_offloaded_sequences: int = 0
     kv_restored_sequences: int = 0
     kv_store_bytes: int = 0
+    kv_loaded_tokens: dict[str, int] = {}
     num_cached_blocks: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -249,5 +257,15 @@ class CoreFailed(Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
 
 
-ToCore = AddRequest | AbortRequest | Command | PrepareGrammars | LoadGrammar | DropGrammar | CommandResult | Shutdown
+ToCore = (
+    AddRequest
+    | AbortRequest
+    | Command
+    | PrepareGrammars
+    | LoadGrammar
+    | DropGrammar
+    | CommandResult
+    | Shutdown
+    | StoreNews
+)
 FromCore = StepOutputs | CoreReady | CoreFailed

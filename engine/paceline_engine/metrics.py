@@ -85,6 +85,9 @@ class EngineMetrics:
             self._get(name).inc(max(0, getattr(stats, field) - getattr(self._stats, field)))
         for reason in WAITING_REASONS:
             self._get("paceline_engine_waiting_reason", reason=reason).set(stats.waiting_reasons.get(reason, 0))
+        for tier, num_tokens in stats.kv_loaded_tokens.items():
+            new = num_tokens - self._stats.kv_loaded_tokens.get(tier, 0)
+            self._get("paceline_engine_kv_loaded_tokens", tier=tier).inc(max(0, new))
         self._count_positions(stats)
         used = stats.num_blocks - stats.num_free_blocks
         self._get("vllm:kv_cache_usage_perc").set(used / stats.num_blocks if stats.num_blocks else 0.0)

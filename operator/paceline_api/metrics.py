@@ -102,6 +102,8 @@ ENGINE = (
            help="Preempted sequences whose KV came back from the memory tier."),
     Metric(name="paceline_engine_kv_store_bytes", type=_G, unit="bytes", labels=_MODEL,
            help="Bytes in the engine's memory tier."),
+    Metric(name="paceline_engine_kv_loaded_tokens", type=_C, labels=("model_name", "tier"),
+           help="Tokens of prompts whose KV was brought back from the KV store, by tier."),
     Metric(name="paceline_engine_steps", type=_C, labels=_MODEL, help="Scheduler steps that ran a batch."),
     Metric(name="paceline_engine_scheduled_tokens", type=_C, labels=_MODEL, help="Tokens computed over all steps."),
     Metric(name="paceline_engine_step_seconds", type=_C, unit="seconds", labels=_MODEL, help="Time spent in steps."),

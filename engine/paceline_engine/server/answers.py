@@ -6,7 +6,8 @@ A whole answer is made of the same deltas as a stream and read by the same tool 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,21 +36,35 @@ def error_event(error: ApiError) -> bytes:
 def usage(prompts: Sequence[Prompt], counts: Sequence[Counts]) -> dict[str, Any]:
     """Token counts. A prompt counts once, whatever n; output includes the token that ended it.
 
-    cached_tokens: of a prompt's first choice, for the others find what that one computed.
+    cached_tokens: of a prompt's first choice, for the others find what that one computed. cached_tokens_by_tier: where
+    they were, if some were brought back from the KV store.
     """
     firsts = {prompt.number: index for index, prompt in reversed(list(enumerate(prompts)))}
     num_prompt = sum(len(prompts[index].token_ids) for index in firsts.values())
     num_output = sum(count.output for count in counts)
+    cached = [(counts[index].cached, counts[index].loaded) for index in firsts.values()]
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(counts[index].cached for index in firsts.values())},
+        "prompt_tokens_details": cached_details(cached),
         "completion_tokens_details": {
             "accepted_prediction_tokens": sum(count.accepted for count in counts),
             "rejected_prediction_tokens": sum(count.rejected for count in counts),
         },
     }
+
+
+def cached_details(cached: Iterable[tuple[int, Mapping[str, int]]]) -> dict[str, Any]:
+    """prompt_tokens_details of prompts with so many cached tokens, of which those were loaded, by tier."""
+    num_cached, by_tier = 0, Counter[str]()
+    for count, loaded in cached:
+        num_cached += count
+        by_tier.update(loaded)
+    if not by_tier:
+        return {"cached_tokens": num_cached}
+    on_device = num_cached - by_tier.total()
+    return {"cached_tokens": num_cached, "cached_tokens_by_tier": {"device": on_device} | by_tier}
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from paceline_engine.messages import RequestOutput, SamplingParams
+from paceline_engine.server.answers import cached_details
 from paceline_engine.server.caller import Caller, caller_of
 from paceline_engine.server.engine import Engine, Serving
 from paceline_engine.server.errors import ApiError, invalid
@@ -82,7 +83,7 @@ async def _answer(engine: Engine, body: EmbeddingRequest, caller: Caller) -> Res
     usage = {
         "prompt_tokens": num_tokens,
         "total_tokens": num_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "prompt_tokens_details": cached_details((output.num_cached_tokens, output.loaded_tokens) for output in outputs),
     }
     answer = {"object": "list", "data": data, "model": body.model, "usage": usage}
     return Response(msgspec.json.encode(answer), media_type="application/json")

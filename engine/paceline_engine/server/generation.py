@@ -58,12 +58,13 @@ class Prompt:
 
 @dataclass(slots=True)
 class Counts:
-    """Tokens of one choice. output counts the one that ended it."""
+    """Tokens of one choice. output counts the one that ended it; loaded: of the cached ones, by the KV store's tier."""
 
     output: int = 0
     cached: int = 0
     accepted: int = 0
     rejected: int = 0
+    loaded: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,7 @@ def _take(engine: Engine, run: _Run, arrival: Arrival, logprobs: list[TokenLogpr
     """Text of one output of the core; stops at a stop string, so tokens behind it count nowhere."""
     output, prompt = arrival.output, run.prompt
     run.counts.cached = max(run.counts.cached, output.num_cached_tokens)
+    run.counts.loaded = run.counts.loaded or output.loaded_tokens
     run.counts.accepted += output.num_accepted_tokens
     run.counts.rejected += output.num_draft_tokens - output.num_accepted_tokens
     text, before = "", run.output.num_tokens

@@ -133,7 +133,8 @@ class _App:
             if self._compiler is not None:
                 await self._compiler.close()
             if self._client is not None:
-                await self._client.stop()
+                drained = self._drain_task is not None and self._drain_task.done()
+                await self._client.stop(max(0.0, self._drain_end - time.monotonic()) if drained else 0.0)
             for server, _ in servers:
                 server.should_exit = True
             await asyncio.gather(*serving, return_exceptions=True)
