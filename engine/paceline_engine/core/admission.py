@@ -88,7 +88,8 @@ def _why_too_large(request: Request, kv: KVManager) -> str | None:
 def why_too_late(request: Request, ahead: Iterable[Request], kv: KVManager, speed: StepSpeed, now: float) -> str | None:
     """Why a request's deadline can't be met at the measured speed of prefill, or None; never before a measurement.
 
-    `ahead`: requests whose prompts are computed first. The estimate leaves out their decoding, so it is a lower bound.
+    `ahead`: requests whose prompts are computed first. The estimate leaves out their decoding, and prompts that the KV
+    store may bring back, so it is a lower bound.
     """
     limits = [limit for limit in (request.ttft_deadline, request.e2e_deadline) if limit is not None]
     if not limits:
@@ -98,8 +99,11 @@ def why_too_late(request: Request, ahead: Iterable[Request], kv: KVManager, spee
         return "the deadline has passed already"
     if speed.prefill_tokens_per_second <= 0.0:
         return None
-    num_tokens = request.num_prompt_tokens - len(kv.find_cached(request)) * kv.block_size
-    num_tokens += sum(other.num_pending_tokens for other in ahead if other.num_pending_tokens > 1)
+    num_tokens = sum(
+        other.num_pending_tokens for other in ahead if other.num_pending_tokens > 1 and not kv.may_come_back(other)
+    )
+    if not kv.may_come_back(request):
+        num_tokens += request.num_prompt_tokens - len(kv.find_cached(request)) * kv.block_size
     needed = num_tokens / speed.prefill_tokens_per_second
     if needed <= allowed:
         return None

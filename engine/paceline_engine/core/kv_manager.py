@@ -105,6 +105,10 @@ class KVManager:
             return []
         return self.cache.match(request)
 
+    def may_come_back(self, request: Request) -> bool:
+        """Whether the key-value store may still bring back some of the request, or just does."""
+        return self.stored is not None and self.stored.may_come_back(request)
+
     def num_coming_tokens(self, request: Request, cached: list[int], prefilling: Iterable[Request]) -> int:
         """Tokens behind the cached ones that one of `prefilling` is about to compute and publish."""
         if self.cache is None or request.wants_prompt_logprobs:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from paceline_engine.core.admission import SchedulerConfig, num_blocks_at_risk, num_worth_waiting_for
+from paceline_engine.core.admission import SchedulerConfig, num_blocks_at_risk, num_worth_waiting_for, why_too_late
 from paceline_engine.core.ahead import assume, needs_results, room_ahead, steps_made, with_more_steps
 from paceline_engine.core.arrivals import Arrivals
 from paceline_engine.core.batching import BatchGate
@@ -249,6 +249,8 @@ class Scheduler:
                 num_tokens = stored.begin(request, cached, now, speed, in_flight=in_flight)
                 passed_by = holdup = ("kv", num_tokens) if num_tokens else None
                 reserved += stored.num_reserved(request)
+                if holdup is None and self._is_hopeless(request, now):
+                    continue
             if holdup is not None:
                 self._holdup = holdup
                 if passed_by is None:
@@ -264,6 +266,15 @@ class Scheduler:
             scheduled.append(self._share_of(request, num_tokens, new_block_ids, num_tokens))
             budget -= num_tokens
             reserved += self.kv.num_missing_blocks(request, request.num_tokens)
+
+    def _is_hopeless(self, request: Request, now: float) -> bool:
+        """End a request that only stored KV could have made quick enough, now that there is none, or too little."""
+        problem = why_too_late(request, (), self.kv, self.speed, now) if request.num_preemptions == 0 else None
+        if problem is None:
+            return False
+        self.arrivals.num_deadline_refusals += 1
+        self._ended.append(self._live.finish(request, "error", problem, "deadline"))
+        return True
 
     def _what_comes(
         self, request: Request, cached: list[int], ahead: list[Request], now: float

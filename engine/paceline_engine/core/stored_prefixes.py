@@ -150,7 +150,11 @@ class StoredPrefixes:
         size, num_cached = self.chunk_blocks, len(cached)
         chain = self._cache.identify(request)[size - 1 :: size]
         first = num_cached // size
-        found = self.store.find(request.request_id, chain, first) if len(chain) > first else 0
+        if len(chain) <= first:  # The device has it all by now.
+            self.drop(request)
+            request.may_load = False
+            return 0
+        found = self.store.find(request.request_id, chain, first)
         if found is None:
             self._lookups[request.request_id] = request.load_until
             return (len(chain) * size - num_cached) * self._block_size
@@ -191,6 +195,10 @@ class StoredPrefixes:
                 )
             )
         self._unbegun.clear()
+
+    def may_come_back(self, request: Request) -> bool:
+        """Whether the request isn't through with the store."""
+        return _may_load(request) or request.request_id in self._loads
 
     def attached(self, request: Request) -> None:
         """The request runs on cached blocks: they were offered by whoever filled them."""
@@ -298,8 +306,8 @@ class StoredPrefixes:
             raise BlockPoolError("a lookup for a request that doesn't wait")
 
     def _may_wait(self, request: Request, now: float, speed: float) -> bool:
-        """Whether the request isn't through with the store, which it is when its time is up."""
-        if not request.may_load or request.wants_prompt_logprobs or request.num_preemptions:
+        """Whether the request may still be looked up, and its time isn't up."""
+        if not _may_load(request):
             return False
         if request.load_until is None:
             request.load_until = min(now + self.max_wait_s, _latest(request, now, speed))
@@ -346,6 +354,10 @@ class StoredPrefixes:
             offer = self._offers.popleft()
             if self._cache.holds(offer.block_ids, offer.hashes):
                 self.store.offer(offer.hashes[-1], offer.parent, offer.block_ids)
+
+
+def _may_load(request: Request) -> bool:
+    return request.may_load and not request.wants_prompt_logprobs and request.num_preemptions == 0
 
 
 def _latest(request: Request, now: float, speed: float) -> float:

@@ -166,15 +166,30 @@ def test_a_load_that_is_late_is_given_up_and_what_came_is_used():
 
 
 def test_a_load_is_given_up_while_computing_still_meets_the_deadline():
-    store = Store(LONG, LONG[::-1])
+    store = Store(LONG)
     scheduler = make_with(store)
     scheduler.speed.prefill_tokens_per_second = 10.0
     add(scheduler, "a", LONG, ttft_s=5.0)
-    add(scheduler, "hopeless", LONG[::-1], priority=1)
     step(scheduler, now=0.0)
-    scheduler._requests["hopeless"].ttft_deadline = 1.0  # Refused on arrival otherwise.
     assert not step(scheduler, now=2.9)[0].scheduled
     assert "a" in shares(step(scheduler, now=3.0)[0])  # 20 tokens take 2 s.
+
+
+def test_a_deadline_that_only_stored_kv_can_meet_is_no_reason_to_refuse():
+    store = Store(LONG)
+    scheduler = make_with(store)
+    scheduler.speed.prefill_tokens_per_second = 10.0
+    assert add(scheduler, "a", LONG, ttft_s=1.0) is None
+    assert add(scheduler, "stranger", [1, *LONG], ttft_s=1.0) is None
+    refused = step(scheduler)[1]
+    assert [(output.request_id, output.finish_reason, output.error_kind) for output in refused] == [
+        ("stranger", "error", "deadline")
+    ]
+    assert "21 prompt tokens at 10 tokens/s" in (refused[0].error or "")
+    store.arrive("a", 2)
+    plan, outputs = step(scheduler, now=0.4)
+    assert (plan.scheduled[0].start, outputs[0].finish_reason) == (16, None)
+    assert (scheduler.num_scheduled_tokens, scheduler.arrivals.num_deadline_refusals) == (4, 1)
 
 
 def test_who_waits_for_a_lookup_is_passed_by_and_not_for_ever():
@@ -356,3 +371,14 @@ def test_a_restored_scheduler_goes_on_with_the_loads():
     for each in (store, twin_store):
         each.news = [Arrived(request_id="a", tiers=("disk", "disk"), is_over=True)]
     assert step(twin)[0] == step(scheduler)[0]
+
+
+def test_a_lookup_that_is_not_needed_any_more_is_ended():
+    store = Store(LONG, is_slow=True)
+    scheduler = make_with(store)
+    add(scheduler, "a", LONG)
+    step(scheduler)
+    add(scheduler, "quick", LONG, 1, priority=-1, prompt_logprobs=0)
+    step(scheduler)
+    share = next(item for item in step(scheduler)[0].scheduled if item.request_id == "a")
+    assert (share.start, store.cancelled) == (16, ["a"])
