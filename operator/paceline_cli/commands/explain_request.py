@@ -22,6 +22,7 @@ UNITS = {
     "budget": "tokens of the step",
     "batch": "seconds",
     "prefix": "tokens of another request's prompt",
+    "kv": "tokens of stored KV",
     "preemption": "KV blocks",
 }
 

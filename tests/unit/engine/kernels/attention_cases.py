@@ -15,10 +15,10 @@ from paceline_engine.kernels.attention import paged_attention, paged_attention_r
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 # (query length, context length) of each sequence.
 BATCHES = {
-    "decodes": ((1, 1), (1, 17), (1, 120), (1, 33)),
+    "decodes": ((1, 1), (1, 17), (1, 300), (1, 33)),
     "one decode": ((1, 70),),
     "prefills": ((20, 20), (1, 1), (37, 37)),
-    "chunk": ((21, 50),),
+    "chunk": ((21, 280),),
     "mixed": ((1, 40), (5, 5), (19, 24), (1, 1), (4, 50)),
     "verifications": ((5, 33), (5, 32), (2, 31)),
     "with an empty sequence": ((0, 16), (3, 20), (0, 0), (1, 9)),

@@ -79,10 +79,14 @@ def test_the_memory_tier_never_writes_into_blocks_that_were_found(tiny, new_loop
     starts: list[int] = []
 
     class Watched(KVTransfer):
+        def __init__(self, kv, *arguments) -> None:
+            super().__init__(kv, *arguments)
+            self.kv = kv
+
         def load(self, request, num_tokens: int, start: int = 0) -> int:
-            before = [self._kv.tensor[:, :, block].clone() for block in request.block_ids[: start // 4]]
+            before = [self.kv.tensor[:, :, block].clone() for block in request.block_ids[: start // 4]]
             loaded = super().load(request, num_tokens, start)
-            after = [self._kv.tensor[:, :, block] for block in request.block_ids[: start // 4]]
+            after = [self.kv.tensor[:, :, block] for block in request.block_ids[: start // 4]]
             assert all(bool((one == other).all()) for one, other in zip(before, after, strict=True))
             starts.append(start)
             return loaded
