@@ -54,9 +54,10 @@ def attend(
     head_dim: int = HEAD_DIM,
 ) -> None:
     pool = torch.zeros(4, BLOCK_SIZE, KV_HEADS, head_dim, dtype=kv)
-    scales = None if kv == torch.bfloat16 else torch.zeros(4, BLOCK_SIZE, KV_HEADS)
+    scales = None if kv.itemsize > 1 else torch.zeros(4, BLOCK_SIZE, KV_HEADS)
+    query = torch.zeros(queries, HEADS, head_dim, dtype=torch.float32 if kv == torch.float32 else torch.bfloat16)
     paged_attention(
-        *(bf16(queries, HEADS, head_dim), pool, pool, torch.zeros(1, 16, dtype=torch.int32)),
+        *(query, pool, pool, torch.zeros(1, 16, dtype=torch.int32)),
         *(torch.tensor([0, queries], dtype=torch.int32), torch.tensor([queries], dtype=torch.int32)),
         max_query_len=queries,
         scale=head_dim**-0.5,
@@ -143,6 +144,8 @@ CASES: dict[str, Callable[[], object]] = {
     "attention, prefill in a window": lambda: attend(2048, window=1024),
     "attention, prefill over int8": lambda: attend(2048, kv=torch.int8),
     "attention, prefill over fp8": lambda: attend(2048, kv=torch.float8_e4m3fn),
+    "attention, decode in float32": lambda: attend(1, kv=torch.float32),
+    "attention, prefill in float32": lambda: attend(2048, kv=torch.float32),
     "attention, decode, heads of 256": lambda: attend(1, head_dim=256),
     "attention, prefill, heads of 256": lambda: attend(2048, head_dim=256),
     "rotation and KV write, decode": lambda: rotate(64),
@@ -186,7 +189,8 @@ def problems(found: list[tuple[str, int, Compiled]]) -> list[str]:
         if compiled.shared > SHARED_LIMITS[arch]:
             lines.append(f"{case}: {compiled.kernel} on sm_{arch} wants {compiled.shared} bytes of shared memory")
         multiplies = compiled.kernel in ("paged_attention_kernel", "quantized_gemm_kernel")
-        if multiplies and not {"mma", "wgmma"} & {*compiled.instructions}:
+        # Float32 is multiplied as such, for which there are none.
+        if multiplies and not case.endswith("in float32") and not {"mma", "wgmma"} & {*compiled.instructions}:
             lines.append(f"{case}: {compiled.kernel} on sm_{arch} doesn't use the tensor cores")
     return lines
 

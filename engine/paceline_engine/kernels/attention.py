@@ -267,9 +267,15 @@ class AttentionTiling:
     num_stages: int
 
 
-def choose_tiling(max_query_len: int, group: int, head_dim: int) -> AttentionTiling:
-    """Small row blocks where every query is short, as in decode and verification, else larger ones."""
+def choose_tiling(max_query_len: int, group: int, head_dim: int, itemsize: int = 2) -> AttentionTiling:
+    """Small row blocks where every query is short, as in decode and verification, else larger ones.
+
+    itemsize: bytes of a query's number. Float32 is multiplied without tensor cores, out of registers: small tiles fit.
+    """
     rows = max(16, triton.next_power_of_2(max_query_len * group))
+    if itemsize == 4:
+        block_m = max(min(rows, 32), triton.next_power_of_2(group))
+        return AttentionTiling(block_m=block_m, tile=16, num_warps=4 if block_m == 16 else 8, num_stages=1)
     if rows <= 16:
         return AttentionTiling(block_m=16, tile=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
     block_m = min(rows, 128 if head_dim <= 128 else 64)
@@ -323,7 +329,7 @@ def paged_attention(
     assert query.stride(2) == 1
     assert query.stride(1) == head_dim
     assert all(tensor.is_contiguous() for tensor in (key, value, out))
-    tiling = tiling or choose_tiling(max_query_len, group, head_dim)
+    tiling = tiling or choose_tiling(max_query_len, group, head_dim, query.itemsize)
     block_q = tiling.block_m // group
     assert block_q >= 1, f"{group} heads share a KV head, more than the {tiling.block_m} rows of a program"
     partial = lse = None
