@@ -1,7 +1,8 @@
 """Frames over a blocking socket: one system call a chunk, no copy of payloads, and never later than a deadline.
 
-The kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO) bound each call as a whole, so a peer that trickles bytes is cut at
-the deadline. Deadlines are on `time.monotonic`, in seconds.
+The kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO) bound each call's time asleep. They don't count the time that a call
+is kept busy by a peer that trickles bytes, so what is read grows from call to call and the deadline is looked at in
+between: such a peer is cut after a few times the deadline. Deadlines are on `time.monotonic`, in seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ SOCKET_BUFFER_BYTES = 4 << 20
 
 AHEAD_BYTES = 512
 """Room for the fields of most requests and a chunk's header; larger would only copy more of each payload twice."""
+
+FIRST_READ_BYTES = 16 << 10
+READ_GROWTH = 4
 
 _TIMEVAL = struct.Struct("@ll")
 _SHORTEST_S = 1e-3
@@ -103,15 +107,17 @@ class Inbox:
         got = min(len(view), self._end - self._begin)
         view[:got] = self._ahead[self._begin : self._begin + got]
         self._begin += got
+        ask = FIRST_READ_BYTES
         while got < len(view):
             _set_timeout(self._sock, socket.SO_RCVTIMEO, deadline)
             try:
-                count = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
+                count = self._sock.recv_into(view[got : got + ask], 0, socket.MSG_WAITALL)
             except BlockingIOError:
                 raise Slow(f"{got} of {len(view)} bytes came in time") from None
             if count == 0:
                 raise ConnectionResetError("the peer closed within a frame")
             got += count
+            ask *= READ_GROWTH
 
 
 def close(sock: socket.socket) -> None:
