@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from paceline_engine.models.source import ModelError
+from paceline_engine.models.errors import ModelError
 
 
 class TemplateRefused(ValueError):

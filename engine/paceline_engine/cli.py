@@ -47,7 +47,7 @@ app = typer.Typer(
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """Bad input: one line and 2. Ctrl-C before there is anything to drain: 1."""
-    from paceline_engine.models.source import ModelError
+    from paceline_engine.models.errors import ModelError
     from paceline_engine.server.options import BadInput
 
     try:

@@ -9,7 +9,6 @@ tokenizers stay on the other side. Imports torch only through the backend that t
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import msgspec
 import zmq
@@ -47,13 +45,12 @@ from paceline_engine.messages import (
     StoreNews,
     ToCore,
 )
+from paceline_engine.parent import die_with_parent
 
 HEARTBEAT_SECONDS = 0.5
-PARENT_CHECK_SECONDS = 0.5
 MAX_MESSAGES_PER_STEP = 4096
 INTERNAL_ADDRESS = "inproc://inbox"
 CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
-_PR_SET_PDEATHSIG = 1
 CONNECT_TIMEOUT_MS = 30_000
 
 logger = logging.getLogger(__name__)
@@ -193,28 +190,6 @@ class CoreLoop:
             asleep=scheduler.arrivals.asleep,
             device=dict(self._backend.stats),
         )
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """End this process when `parent_pid` is no longer its parent, whatever the main thread is doing then.
-
-    A thread asks twice a second. On Linux the kernel also signals at once; it does so when the parent *thread* that
-    started us ends, so the signal is only a reason to look.
-    """
-
-    def exit_if_orphaned(_signal: int = 0, _frame: FrameType | None = None) -> None:
-        if os.getppid() != parent_pid:
-            os._exit(1)
-
-    def watch() -> None:
-        while True:
-            exit_if_orphaned()
-            time.sleep(PARENT_CHECK_SECONDS)
-
-    if sys.platform == "linux":
-        signal.signal(signal.SIGUSR2, exit_if_orphaned)
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int | None = None) -> int:

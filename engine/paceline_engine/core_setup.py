@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from paceline_api.identity import NamespaceFields, namespace_digest
-from paceline_engine.backends.base import Backend, CanDraft, HoldsKV, create_backend, settle_device
-from paceline_engine.config import BYTES_PER_ELEMENT, KV_CACHE_BYTES, MIB, EngineConfig
+from paceline_engine.backends.base import Backend, CanDraft, HoldsKV
+from paceline_engine.backends.choice import create_backend, settle_device
+from paceline_engine.config import MIB, EngineConfig
 from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.prefix_cache import PrefixCache
@@ -20,18 +21,14 @@ from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.core.step_log import RecordingPrefixes, RecordingStore
 from paceline_engine.core.stored_kv import num_chunk_blocks
 from paceline_engine.core.stored_prefixes import StoredPrefixes
-from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import LoadedModel, load_model_dir
+from paceline_engine.sizing import SetupError, size_blocks
 from paceline_engine.tier_store import TierStore
 from paceline_kvstore.errors import FolderUnusable
 from paceline_kvstore.tiers.disk import DiskTier
 
 # A disk tier refuses what is larger than a part of it, and evicts several chunks at once.
 LEAST_CHUNKS = 32
-
-
-class SetupError(ValueError):
-    """The configuration can't work for this model; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,33 +44,6 @@ class Core:
     namespace_digest: str
     overlapped: bool = False
     prefixes: TierStore | None = None
-
-
-def size_blocks(config: EngineConfig, model: ModelConfig, kv_cache_bytes: int | None = None) -> tuple[int, int]:
-    """(number of KV blocks, maximum length in tokens). Raises SetupError if the cache is too small for the length.
-
-    Without a configured maximum it is the model's, or as much of it as fits in the cache. kv_cache_bytes: what there is
-    where the configuration doesn't say.
-    """
-    kv_cache_bytes = config.kv_cache_bytes or kv_cache_bytes or KV_CACHE_BYTES
-    token_bytes = model.kv_bytes_per_token(BYTES_PER_ELEMENT[config.kv_dtype], config.tensor_parallel_size)
-    block_bytes = token_bytes * config.block_size
-    num_blocks = kv_cache_bytes // block_bytes
-    capacity = num_blocks * config.block_size
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_position_embeddings:
-        raise SetupError(
-            f"max-model-len {wanted} is beyond the model's {model.max_position_embeddings} positions; lower it"
-        )
-    # The last token's KV is never needed, so `capacity` + 1 would fit too; a round figure is easier to reason about.
-    smallest = wanted if wanted is not None else 2
-    if capacity < smallest:
-        needed = -(-smallest // config.block_size) * block_bytes
-        raise SetupError(
-            f"the KV cache of {kv_cache_bytes} bytes holds {capacity} tokens, fewer than {smallest}; set "
-            f"kv-cache-memory to at least {-(-needed // MIB)}Mi or lower max-model-len"
-        )
-    return num_blocks, wanted if wanted is not None else min(model.max_position_embeddings, capacity)
 
 
 def identity(config: EngineConfig, loaded: LoadedModel) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from paceline_engine.models.source import ModelError
+from paceline_engine.models.errors import ModelError
 
 
 class Tokenizer:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.source import ModelError
+from paceline_engine.models.errors import ModelError
 
 # Token types of a GGUF vocabulary.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6

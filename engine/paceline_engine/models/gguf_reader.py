@@ -18,8 +18,8 @@ from gguf.constants import GGUFValueType
 from gguf.gguf_reader import GGUFReader
 from gguf.quants import _type_traits, dequantize
 
+from paceline_engine.models.errors import ModelError
 from paceline_engine.models.gguf_config import FAMILIES, Metadata, check_rope_factors, model_config
-from paceline_engine.models.source import ModelError
 
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from paceline_engine.models.errors import ModelError
 from paceline_engine.models.gguf_config import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from paceline_engine.models.gguf_reader import GGUFModel
-from paceline_engine.models.source import ModelError
 
 SPACE = "\u2581"  # SentencePiece writes a space as this.
 

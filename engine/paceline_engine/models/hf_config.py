@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline_engine.models.config import ROPE_SCALINGS, ModelConfig
-from paceline_engine.models.source import ModelError
+from paceline_engine.models.errors import ModelError
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline_engine.models.config import ModelConfig
+from paceline_engine.models.errors import ModelError
 from paceline_engine.models.hf_config import model_config, token_ids
-from paceline_engine.models.source import ModelError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 

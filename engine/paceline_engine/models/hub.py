@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline_engine.models import cache, hf_folder
+from paceline_engine.models.errors import ModelError
 from paceline_engine.models.remote import Progress, Remote, Unavailable, choose, retried
-from paceline_engine.models.source import ModelError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_SECONDS = 20.0

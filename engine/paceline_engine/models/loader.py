@@ -17,9 +17,10 @@ from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, cast
 
-from paceline_engine.models import cache, hf_folder, remote
+from paceline_engine.models import cache, fetching, hf_folder, remote
 from paceline_engine.models.config import ModelConfig
-from paceline_engine.models.source import ModelError, ModelSource, classify
+from paceline_engine.models.errors import ModelError
+from paceline_engine.models.source import ModelSource, classify
 
 CONVERTER_VERSION = 2
 DESCRIPTION = "paceline.json"
@@ -93,7 +94,7 @@ def prepare_model(source: ModelSource, cache_dir: Path, cache_limit: int = cache
     try:
         cache.mark(cache_dir)
         if source.kind == "remote":
-            source = classify(remote.fetch(remote.parse(source.text), cache_dir), source.text)
+            source = classify(fetching.fetch(remote.parse(source.text), cache_dir), source.text)
         directory = _entry(source, cache_dir)
         with cache.locked(directory.with_suffix(".lock")):
             found = cached_model_dir(source, cache_dir)
@@ -110,7 +111,7 @@ def _found(source: ModelSource, cache_dir: Path) -> ModelSource | None:
     """The source as it lies on this machine, or None if it would have to be fetched."""
     if source.kind != "remote":
         return source
-    path = remote.find(remote.parse(source.text), cache_dir)
+    path = fetching.find(remote.parse(source.text), cache_dir)
     return None if path is None else classify(path, source.text)
 
 

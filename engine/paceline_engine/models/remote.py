@@ -2,7 +2,7 @@
 
 A source is fetched once into the cache and then served from there without asking again, so replicas and restarts run
 what was downloaded first: name a commit, or another prefix, for other weights. This module parses, chooses files and
-retries; `hub` and `s3` speak to the services. No torch here, and no client library before something is fetched.
+retries; `hub` and `s3` speak to the services, `fetching` knows which. No torch here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeVar
 
-from paceline_engine.models.source import ModelError
+from paceline_engine.models.errors import ModelError
 
 ATTEMPTS = 5
 MAX_FILES = 2000
@@ -62,30 +61,6 @@ def parse(text: str) -> Remote:
     if text.startswith("hf://"):
         raise ModelError(f"model {text!r} must be written hf://ORG/NAME, with /FILE.gguf or @REVISION where needed")
     raise ModelError(f"model {text!r} must be written s3://BUCKET/PREFIX or s3://BUCKET/KEY.gguf")
-
-
-def find(remote: Remote, cache_dir: Path) -> Path | None:
-    """Where a fetched source lies on this machine, or None. Asks nobody."""
-    if remote.scheme == "hf":
-        from paceline_engine.models import hub
-
-        return hub.find(remote, cache_dir)
-    from paceline_engine.models import s3
-
-    return s3.find(remote, cache_dir)
-
-
-def fetch(remote: Remote, cache_dir: Path) -> Path:
-    """Find a source or download it. Raises ModelError."""
-    if (found := find(remote, cache_dir)) is not None:
-        return found
-    if remote.scheme == "hf":
-        from paceline_engine.models import hub
-
-        return hub.download(remote, cache_dir)
-    from paceline_engine.models import s3
-
-    return s3.download(remote, cache_dir)
 
 
 def choose(remote: Remote, names: list[str]) -> list[str]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline_engine.models import cache
+from paceline_engine.models.errors import ModelError
 from paceline_engine.models.remote import MAX_FILES, Progress, Remote, Unavailable, choose, retried
-from paceline_engine.models.source import ModelError
 
 _LISTING = "listing.json"
 _CHUNK = 1 << 20

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from paceline_engine.models import remote
+from paceline_engine.models.errors import ModelError
+
 REMOTE_SCHEMES = ("hf", "s3")
 SUPPORTED = (
     "package://NAME/FILE.gguf, file:///PATH.gguf, file:///FOLDER (config.json, *.safetensors, tokenizer.json), "
     "hf://ORG/NAME or s3://BUCKET/PREFIX"
 )
-
-
-class ModelError(ValueError):
-    """The model can't be used: one line that says what, why and what to do. Processes exit with code 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,6 @@ def resolve(text: str) -> ModelSource:
             raise ModelError(f"model {text!r} names the host {parts.netloc!r}: write file:///PATH with three slashes")
         path = Path(unquote(parts.path))
     elif parts.scheme in REMOTE_SCHEMES:
-        from paceline_engine.models import remote
-
         remote.parse(text)
         return ModelSource("remote", Path(), text)
     elif parts.scheme == "pvc":

@@ -20,10 +20,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from paceline_engine.core_client import CoreClient, CoreProcess
-from paceline_engine.core_setup import size_blocks
 from paceline_engine.models.loader import LoadedModel, cached_model_dir, load_model_dir, prepare_model
 from paceline_engine.models.source import ModelSource, resolve
 from paceline_engine.server.options import BadInput, Ports, ServeOptions, bind_ports, read_text, read_token
+from paceline_engine.sizing import size_blocks
 
 CLOSE_TIMEOUT_SECONDS = 3
 # Longer than clients keep an idle connection (the openai client: 5 s), or one could be closed as a request comes in.

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline_engine.chat_template import ChatTemplate, TemplateRefused
 from paceline_engine.messages import SamplingParams
-from paceline_engine.models.source import ModelError
+from paceline_engine.models.errors import ModelError
 from paceline_engine.server.caller import Caller
 from paceline_engine.server.chat_schemas import ChatRequest, NamedTool, TemplateFields, Tool
 from paceline_engine.server.constraints import Compiled, compile_source, make_source

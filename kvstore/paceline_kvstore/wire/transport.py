@@ -1,8 +1,8 @@
 """Frames over a blocking socket: one system call a chunk, no copy of payloads, and never later than a deadline.
 
-The kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO) bound each call's time asleep. They don't count the time that a call
-is kept busy by a peer that trickles bytes, so what is read grows from call to call and the deadline is looked at in
-between: such a peer is cut after a few times the deadline. Deadlines are on `time.monotonic`, in seconds.
+The kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO) bound the time that a call is asleep. They don't count the time
+that a peer keeps it busy by trickling bytes, so what is asked for grows from call to call and the deadline is looked at
+in between: such a peer is cut after a few times the deadline. Deadlines are on `time.monotonic`, in seconds.
 """
 
 from __future__ import annotations

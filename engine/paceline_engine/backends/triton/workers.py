@@ -24,7 +24,10 @@ from paceline_engine.backends.triton.device import is_interpreted
 from paceline_engine.backends.triton.parallel import TensorParallel
 from paceline_engine.backends.triton.ranks import Kind, Ranks
 from paceline_engine.config import EngineConfig
+from paceline_engine.models.loader import load_model_dir
+from paceline_engine.parent import die_with_parent
 from paceline_engine.records import require_msgspec
+from paceline_engine.sizing import size_blocks
 
 CONFIG_VARIABLE = "PACELINE_WORKER_CONFIG"
 # How long ranks may wait for the next message, which comes when somebody asks for something. That rank 0 is gone, the
@@ -111,8 +114,6 @@ def _meet(rank: int, size: int, address: str) -> tuple[torch.device, TensorParal
 def follow(config: EngineConfig, rank: int, address: str) -> None:
     """Load this rank's part and make rank 0's steps until it says stop."""
     from paceline_engine.backends.triton.resident import Resident
-    from paceline_engine.core_setup import size_blocks
-    from paceline_engine.models.loader import load_model_dir
 
     device, parallel, ranks = _meet(rank, config.tensor_parallel_size, address)
     loaded = load_model_dir(config.model_dir)
@@ -141,8 +142,6 @@ def follow(config: EngineConfig, rank: int, address: str) -> None:
 
 def main() -> int:
     """Entry of a rank's process: RANK ADDRESS PARENT_PID."""
-    from paceline_engine.core_process import die_with_parent
-
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     rank, address, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     die_with_parent(parent)

@@ -40,8 +40,9 @@ def missing_programs(bin_dir: Path) -> list[str]:
 
 def missing_models(typed: Iterable[tuple[SourceObject, Resource]]) -> list[str]:
     """One line, with the field's place, for each model that is not on this machine or not whole."""
+    from paceline_engine.models.errors import ModelError
     from paceline_engine.models.loader import check_model, default_cache_dir
-    from paceline_engine.models.source import ModelError, resolve
+    from paceline_engine.models.source import resolve
 
     lines: list[str] = []
     for item, resource in typed:

@@ -17,8 +17,8 @@ import torch
 from paceline_engine.backends.cpu_attention import _attend
 from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.models.decoder import Decoder
+from paceline_engine.models.errors import ModelError
 from paceline_engine.models.hf_folder import read_config
-from paceline_engine.models.source import ModelError
 
 WINDOW = 9  # Shorter than most prompts, and no multiple of the block size.
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -21,7 +21,7 @@ from paceline_engine.core.block_pool import BlockPool
 from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.scheduler import Scheduler, SchedulerConfig
 from paceline_engine.core_process import CoreLoop, spawn
-from paceline_engine.core_setup import Core, SetupError, size_blocks
+from paceline_engine.core_setup import Core
 from paceline_engine.grammar import import_xgrammar
 from paceline_engine.messages import (
     AbortRequest,
@@ -38,6 +38,7 @@ from paceline_engine.messages import (
     StepOutputs,
     ToCore,
 )
+from paceline_engine.sizing import SetupError, size_blocks
 
 DEADLINE = 60.0
 

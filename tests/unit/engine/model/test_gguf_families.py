@@ -20,7 +20,8 @@ import sentencepiece
 from safetensors.numpy import load_file
 
 from paceline_engine.models import loader
-from paceline_engine.models.source import ModelError, resolve
+from paceline_engine.models.errors import ModelError
+from paceline_engine.models.source import resolve
 from paceline_engine.tokenizer import Tokenizer, byte_alphabet
 
 VOCAB = [*byte_alphabet(), "<|end|>"]

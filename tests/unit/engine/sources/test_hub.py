@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from paceline_engine.models import loader
-from paceline_engine.models.source import ModelError, resolve
+from paceline_engine.models.errors import ModelError
+from paceline_engine.models.source import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -10,7 +10,8 @@ import pytest
 
 from paceline_engine.models import loader, remote
 from paceline_engine.models import s3 as s3_module
-from paceline_engine.models.source import ModelError, resolve
+from paceline_engine.models.errors import ModelError
+from paceline_engine.models.source import resolve
 
 
 @pytest.fixture

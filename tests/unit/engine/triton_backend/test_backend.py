@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 from tiny_models import LLAMA, make_config, random_tensors, save
 
-from paceline_engine.backends.base import settle_device
+from paceline_engine.backends.choice import settle_device
 from paceline_engine.backends.triton.device import compiler_problem
 from paceline_engine.backends.warm_up import compile_kernels, warm_up
 from paceline_engine.batch import build_batch
@@ -264,7 +264,7 @@ def test_kernels_are_compiled_before_anybody_waits_for_them(folder, vocab_size, 
 def test_a_device_that_is_not_there_is_refused_with_what_to_do():
     """In a process of its own, without the interpreter."""
     code = (
-        "from paceline_engine.backends.base import settle_device\n"
+        "from paceline_engine.backends.choice import settle_device\n"
         "from paceline_engine.config import EngineConfig\n"
         "print(settle_device(EngineConfig(model_dir='')).device)\n"
         "settle_device(EngineConfig(model_dir='', device='cuda'))\n"
