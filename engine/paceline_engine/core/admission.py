@@ -65,6 +65,8 @@ def why_impossible(request: Request, config: SchedulerConfig, kv: KVManager) -> 
         return "the prompt has no tokens"
     if request.sampling.max_tokens < 1:
         return f"max_tokens must be at least 1, not {request.sampling.max_tokens}"
+    if request.embeds and request.wants_prompt_logprobs:
+        return "an embedding comes without prompt_logprobs; ask for one of them"
     if request.embeds and num_prompt <= max_model_len:
         return _why_too_large(request, kv)
     if num_prompt >= max_model_len:

@@ -234,8 +234,9 @@ class EngineSpec(Part):
         ),
         Cel(
             "!has(self.tensorParallelSize) || self.tensorParallelSize == 1 || (has(self.resources) && "
-            "has(self.resources.limits) && self.resources.limits.exists(name, name.endsWith('/gpu')))",
-            "tensorParallelSize above 1 spreads the model over GPUs, which resources.limits must ask for",
+            "has(self.resources.limits) && self.resources.limits.exists(name, name.endsWith('/gpu') "
+            "&& string(self.resources.limits[name]) == string(self.tensorParallelSize)))",
+            "tensorParallelSize above 1 spreads the model over that many GPUs: resources.limits must ask for as many",
             "tensorParallelSize",
         ),
     )
@@ -300,12 +301,18 @@ class EngineSpec(Part):
     @property
     def asks_for_gpus(self) -> bool:
         """Whether the container's limits name a GPU, of any vendor."""
-        limits = self.resources.limits if self.resources is not None else None
-        return any(name.endswith("/gpu") for name in limits or ())
+        return bool(self._gpus)
+
+    @property
+    def _gpus(self) -> list[str]:
+        """How many of each vendor the container's limits name, as written."""
+        limits = (self.resources.limits if self.resources is not None else None) or {}
+        return [count for name, count in limits.items() if name.endswith("/gpu")]
 
     @model_validator(mode="after")
     def _parallel_on_gpus(self) -> Self:
-        if (self.tensor_parallel_size or 1) > 1 and not self.asks_for_gpus:
+        size = self.tensor_parallel_size or 1
+        if size > 1 and str(size) not in self._gpus:
             raise PydanticCustomError("gpus", "{message}", {"message": self.cel[1].message})
         return self
 

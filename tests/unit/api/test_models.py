@@ -98,6 +98,11 @@ def test_an_unbuilt_feature_is_refused_by_name(spec: dict[str, Any], field: str,
     [
         ({"replicas": -1}, "spec.replicas", "greater than or equal to 0"),
         ({"engine": {"tensorParallelSize": 2}}, "spec.engine", "resources.limits must ask for"),
+        (
+            {"engine": {"tensorParallelSize": 4, "resources": {"limits": {"nvidia.com/gpu": 2}}}},
+            "spec.engine",
+            "resources.limits must ask for as many",
+        ),
         ({"engine": {"tensorParallelSize": 0}}, "spec.engine.tensorParallelSize", "greater than or equal to 1"),
         ({"engine": {"gpuMemoryUtilization": "1.1"}}, "spec.engine.gpuMemoryUtilization", "match"),
         ({"engine": {"gpuMemoryUtilization": "0.0"}}, "spec.engine.gpuMemoryUtilization", "match"),

@@ -124,3 +124,8 @@ def test_simulated_embeddings_are_unit_vectors_of_the_tokens_alone():
     assert embed(2, [5, 6, 7, 8, 9]) == vector
     assert embed(16, [5, 6, 7, 9, 8]) != vector
     assert embed(16, [5, 6, 7, 8, 9], seed=1) != vector
+
+
+def test_one_that_asks_for_scores_of_its_prompt_as_well_is_refused_at_once():
+    refusal = add(make(), "e", list(range(4)), 1, embed=True, prompt_logprobs=1)
+    assert refusal is not None and "without prompt_logprobs" in str(refusal.error)
