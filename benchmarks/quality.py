@@ -20,11 +20,11 @@ from report import Bar, Report, Row
 from skeleton import SOURCE
 from tokenizers import Tokenizer
 
+from paceline_engine.backends.cpu_native import NativeDecoder
 from paceline_engine.backends.threads import num_threads
 from paceline_engine.models.loader import LoadedModel, default_cache_dir, load_model_dir, prepare_model
 from paceline_engine.models.source import resolve
 from paceline_engine.native.build import ensure_library
-from paceline_engine.native.decoder import NativeDecoder
 from paceline_engine.native.library import load_library
 
 TEXT = Path(__file__).parent / "data" / "alice.txt"

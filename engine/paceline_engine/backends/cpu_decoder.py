@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from paceline_engine.backends.cpu_model import TorchModel
+from paceline_engine.backends.cpu_native import NativeDecoder, unsupported
 from paceline_engine.config import EngineConfig
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.models.lora import AdapterTable
 from paceline_engine.native.build import NativeBuildError, ensure_library
-from paceline_engine.native.decoder import NativeDecoder, unsupported
 from paceline_engine.native.library import load_library
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

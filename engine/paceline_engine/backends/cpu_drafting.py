@@ -7,11 +7,11 @@ from pathlib import Path
 
 from paceline_engine.backends.cpu_decoder import create_decoder
 from paceline_engine.backends.cpu_model import TorchModel
+from paceline_engine.backends.cpu_native import NativeDecoder
 from paceline_engine.config import EngineConfig
 from paceline_engine.drafting import DraftModel
 from paceline_engine.models.config import ModelConfig
 from paceline_engine.models.loader import load_model_dir
-from paceline_engine.native.decoder import NativeDecoder
 from paceline_engine.paged_kv import PagedKV
 from paceline_engine.records import replace
 

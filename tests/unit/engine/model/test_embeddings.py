@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from paceline_engine.backends.cpu_native import NativeDecoder
 from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.models.decoder import Decoder
 from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.native.build import ensure_library, find_compiler
-from paceline_engine.native.decoder import NativeDecoder
 from paceline_engine.native.library import load_library
 
 TOLERANCE = {"atol": 2e-5, "rtol": 0.0}

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from paceline_engine.backends.cpu_decoder import create_decoder
 from paceline_engine.backends.cpu_model import TorchModel
+from paceline_engine.backends.cpu_native import NativeDecoder, unsupported
 from paceline_engine.config import EngineConfig
 from paceline_engine.models.loader import default_cache_dir
 from paceline_engine.native.build import NativeBuildError, ensure_library, find_compiler
-from paceline_engine.native.decoder import NativeDecoder, unsupported
 from paceline_engine.native.library import FORMATS, ISA_VARIABLE, load_library
 from paceline_engine.native.packed import MATRICES
 

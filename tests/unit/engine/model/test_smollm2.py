@@ -14,6 +14,7 @@ from oracle import FOLDER, Answers, Question, answers, digest, load_transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from paceline_engine.backends.cpu_native import NativeDecoder
 from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.core_grammars import Constraint
 from paceline_engine.grammar import Grammars, import_xgrammar
@@ -21,7 +22,6 @@ from paceline_engine.kv_transfer import KVTransfer
 from paceline_engine.models.loader import default_cache_dir, load_model_dir, prepare_model
 from paceline_engine.models.source import resolve
 from paceline_engine.native.build import ensure_library
-from paceline_engine.native.decoder import NativeDecoder
 from paceline_engine.native.library import load_library
 from paceline_engine.structured.vocabulary import tokenizer_info
 from paceline_kvstore.tiers.memory import MemoryTier
