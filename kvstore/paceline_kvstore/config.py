@@ -4,7 +4,8 @@
      "disk": {"path": "/var/lib/paceline/kv", "capacity": "100Gi"},
      "node": {"address": "tcp://10.0.0.7:7070", "tokenFile": "/etc/kv-node/token"},
      "s3": {"bucket": "fleet-kv", "prefix": "prod", "endpoint": "https://s3.example", "credentialsDir": "/etc/kv-s3"},
-     "encryptionKeyFile": "/etc/kv-key/keys", "ttl": 86400, "reuse": "measured", "tenantQuotas": {"acme": "10Gi"}}
+     "encryptionKeyFile": "/etc/kv-key/keys", "encoding": "zstd", "ttl": 86400, "reuse": "measured",
+     "tenantQuotas": {"acme": "10Gi"}}
 
 Each error is one line: the field, what is wrong, what to write.
 """
@@ -16,9 +17,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar, cast
 
+from paceline_kvstore.encoding import Encoding
 from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.policy.reuse import ReuseMode
 from paceline_kvstore.s3.settings import S3Settings
@@ -60,7 +63,8 @@ class NodeSettings:
 class StoreSettings:
     """Which tiers there are, and what holds for all of them. At least one of memory, disk, node and s3.
 
-    memory: bytes in this process. encryption_key_file: `crypto.read_key_file`; seals what goes to disk and S3. ttl:
+    memory: bytes in this process. encryption_key_file: `crypto.read_key_file`; seals what goes to disk and S3, in which
+    `encoding` makes it smaller before. ttl:
     seconds that a chunk lives in memory and on disk, in S3 as well if it is sealed; else the bucket's lifecycle rules
     say it there, as the node server's own setting does for it. tenant_quotas: bytes in each of memory and disk by
     tenant, default_quota: for the others.
@@ -71,6 +75,7 @@ class StoreSettings:
     node: NodeSettings | None = None
     s3: S3Settings | None = None
     encryption_key_file: Path | None = None
+    encoding: Encoding = Encoding.NONE
     ttl: float | None = None
     reuse: ReuseMode = ReuseMode.MEASURED
     tenant_quotas: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -79,6 +84,14 @@ class StoreSettings:
     def __post_init__(self) -> None:
         if all(tier is None for tier in (self.memory, self.disk, self.node, self.s3)):
             raise BadSettings("memory, disk, node, s3: no tier is set: set at least one of them")
+        if self.encoding is not Encoding.NONE and self.disk is None and self.s3 is None:
+            raise BadSettings("encoding: it is for disk and S3, and neither is set: leave it out")
+
+    def namespace(self, digest: bytes) -> bytes:
+        """The namespace of a store's chunks: the model's own digest, or one of numbers that are near those computed."""
+        if not self.encoding.is_lossy:
+            return digest
+        return blake2b(digest, digest_size=len(digest), person=f"kv-{self.encoding}".encode()).digest()
 
 
 def parse_settings(document: object) -> StoreSettings:
@@ -91,6 +104,7 @@ def parse_settings(document: object) -> StoreSettings:
         node=None if node is None else node.end(_node(node)),
         s3=None if s3 is None else s3.end(_s3(s3)),
         encryption_key_file=fields.optional("encryptionKeyFile", fields.path),
+        encoding=fields.one_of("encoding", Encoding, Encoding.NONE),
         ttl=fields.seconds("ttl"),
         reuse=fields.one_of("reuse", ReuseMode, ReuseMode.MEASURED),
         tenant_quotas=fields.sizes("tenantQuotas"),

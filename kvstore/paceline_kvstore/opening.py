@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from paceline_kvstore.arena import Allocator, map_memory
 from paceline_kvstore.config import BadSettings, NodeSettings, StoreSettings
 from paceline_kvstore.crypto import read_key_file
+from paceline_kvstore.encoding import Element, Encoding
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.estimate import Prior
 from paceline_kvstore.policy.holds import Holds
@@ -16,6 +17,7 @@ from paceline_kvstore.s3.settings import S3Settings
 from paceline_kvstore.tiered.level import Level, LevelOptions
 from paceline_kvstore.tiered.store import PINS_MAX, ChunkEvent, TieredStore
 from paceline_kvstore.tiers import DiskOptions, DiskTier, GuardedTier, MemoryTier, Tier
+from paceline_kvstore.tiers.encoded import EncodedTier
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from paceline_kvstore.tiers.sealed import SealedTier, SealOptions
 
@@ -33,13 +35,19 @@ def open_store(
     *,
     on_event: Callable[[ChunkEvent], None] | None = None,
     allocate: Allocator = map_memory,
+    element: Element = Element.BYTES,
 ) -> TieredStore:
     """The store, with its threads and tiers; whoever opens it closes it.
 
-    allocate: makes the memory tier's memory. Raises KVStoreError: FolderUnusable for the disk's folder, BadSettings for
+    allocate: makes the memory tier's memory. element: what payloads are made of; the keys' namespace is
+    `settings.namespace` of the model's. Raises KVStoreError: FolderUnusable for the disk's folder, BadSettings for
     key and token files, else for what S3 needs and this machine has not.
     """
-    seal = _sealer(settings)
+    encode, sealed = _encoder(settings, element), _sealer(settings)
+
+    def seal(tier: Tier) -> Tier:
+        return encode(sealed(tier))
+
     pins: Holds[ChunkKey] = Holds(PINS_MAX)
     levels: list[Level] = []
     try:
@@ -80,6 +88,18 @@ def _sealer(settings: StoreSettings) -> Callable[[Tier], Tier]:
     except ValueError as error:
         raise BadSettings(f"encryptionKeyFile: {error}") from None
     return lambda tier: SealedTier(tier, ring, SealOptions(ttl_s=settings.ttl))
+
+
+def _encoder(settings: StoreSettings, element: Element) -> Callable[[Tier], Tier]:
+    """What makes a tier one whose payloads are encoded, if they are to be."""
+    form = settings.encoding
+    if form is Encoding.NONE:
+        return lambda tier: tier
+    if form is Encoding.ZSTD and find_spec("zstandard") is None:
+        raise BadSettings("encoding: zstd needs the package zstandard: pip install 'paceline[compression]'")
+    if form.is_lossy and element is Element.BYTES:
+        raise BadSettings(f"encoding: {form} is for KV in 16 or 32 bits, which this isn't: write zstd or none")
+    return lambda tier: EncodedTier(tier, form, element)
 
 
 def _disk(settings: StoreSettings, seal: Callable[[Tier], Tier], *, is_first: bool, pins: Holds[ChunkKey]) -> Level:

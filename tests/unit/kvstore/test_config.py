@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline_kvstore.config import BadSettings, DiskSettings, StoreSettings, parse_settings, parse_size
+from paceline_kvstore.encoding import Encoding
 from paceline_kvstore.policy.reuse import ReuseMode
 
 
@@ -22,8 +23,10 @@ def test_a_whole_document() -> None:
             "reuse": "always",
             "tenantQuotas": {"acme": "1Mi"},
             "defaultQuota": 5,
+            "encoding": "int8",
         }
     )
+    assert settings.encoding is Encoding.INT8
     assert settings.memory == 8 << 30
     assert settings.disk == DiskSettings(Path("/kv"), 10**9)
     assert settings.s3 is not None
@@ -37,6 +40,13 @@ def test_what_is_left_out_has_its_default() -> None:
     assert parse_settings({"memory": {"capacity": "1Mi"}, "ttl": None}) == StoreSettings(memory=1 << 20)
 
 
+def test_numbers_that_are_near_the_right_ones_are_of_another_namespace() -> None:
+    disk = DiskSettings(Path("/kv"), 1 << 20)
+    digests = {form: StoreSettings(disk=disk, encoding=form).namespace(b"n" * 32) for form in Encoding}
+    assert digests[Encoding.NONE] == digests[Encoding.ZSTD] == b"n" * 32
+    assert len({*digests.values()}) == 3 and {len(digest) for digest in digests.values()} == {32}
+
+
 MEMORY = {"memory": {"capacity": "1Mi"}}
 
 
@@ -45,6 +55,8 @@ MEMORY = {"memory": {"capacity": "1Mi"}}
     [
         ({}, "memory, disk, node, s3: no tier is set: set at least one of them"),
         ([], "settings: [] is not an object: write {...}"),
+        (MEMORY | {"encoding": "zstd"}, "encoding: it is for disk and S3, and neither is set: leave it out"),
+        (MEMORY | {"encoding": "gzip"}, "encoding: 'gzip' is none of none, zstd, int8, fp8"),
         ({"memory": "8Gi"}, "memory: '8Gi' is not an object: write {...}"),
         ({"memory": {}}, "memory.capacity: it is missing"),
         ({"memory": {"capacity": "8GB"}}, "memory.capacity: '8GB' is not a number of bytes: write one like 1048576 or"),
@@ -66,7 +78,7 @@ MEMORY = {"memory": {"capacity": "1Mi"}}
         (MEMORY | {"tenantQuotas": 3}, "tenantQuotas: 3 is not an object: write {TENANT: BYTES}"),
         (
             MEMORY | {"encryption": "yes"},
-            "encryption: there is no such setting: write defaultQuota, disk, encryptionKeyFile, memory",
+            "encryption: there is no such setting: write defaultQuota, disk, encoding, encryptionKeyFile",
         ),
     ],
     ids=json.dumps,

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline_kvstore.config import BadSettings, parse_settings
+from paceline_kvstore.encoding import Element
 from paceline_kvstore.errors import FolderUnusable
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.metrics import snapshot
@@ -54,6 +56,24 @@ def test_a_store_from_settings_keeps_chunks_over_a_restart(tmp_path: Path) -> No
     again = open_store(settings)
     assert _load(again, keys) == [key.chain * 100 for key in keys]
     again.close(SECONDS)
+
+
+@pytest.mark.parametrize("form", ["zstd", "int8", "fp8"])
+def test_a_disk_keeps_less_and_other_numbers_only_where_told(tmp_path: Path, form: str) -> None:
+    document = {"disk": {"path": str(tmp_path / "kv"), "capacity": "8Mi"}, "encoding": form, "reuse": "always"}
+    settings = parse_settings(document)
+    (key,) = _keys(1)
+    numbers = np.linspace(-1, 1, 1 << 14, dtype=np.float32)
+    store = open_store(settings, element=Element.FLOAT32)
+    assert store.offer(key, numbers.tobytes()) and store.flush(SECONDS)
+    assert store.levels[0].tier.bytes_used < numbers.nbytes
+    (loaded,) = _load(store, [key])
+    store.close(SECONDS)
+    error = np.abs(np.frombuffer(loaded, np.float32) - numbers).max()
+    assert error == 0 if form == "zstd" else 0 < error < 0.05
+    if form != "zstd":
+        with pytest.raises(BadSettings, match=f"^encoding: {form} is for KV in 16 or 32 bits"):
+            open_store(settings)
 
 
 def test_a_folder_in_use_is_an_error_and_leaves_nothing_open(tmp_path: Path) -> None:
