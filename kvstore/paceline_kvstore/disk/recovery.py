@@ -1,8 +1,9 @@
 """Opening a folder: the lock, the segments that are there, and the index rebuilt from their records' headers.
 
 Nothing that a crash can leave behind is trusted. A block that is no header is stepped over, one block at a time, so
-that a hole or a torn record hides nothing behind it. Payloads of the last segment, where writes were going on, are
-read and checked here; all others when they are asked for. Parents are linked when all records are known.
+that a hole or a torn record hides nothing behind it. Payloads of the last segment, where writes were going on, and of
+chunks found twice are read and checked here; all others when they are asked for. Parents are linked when all records
+are known.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def _adopt(
             continue
         try:
             key = ChunkKey.from_bytes(record.key)
-            if check_payloads:
+            # A copy that a crash tore must not take the place of the good record that it was made from.
+            if check_payloads or catalog.index.find(record.key):
                 payload: Bytes = np.empty(record.payload_bytes, dtype=np.uint8)
                 segment.read(offset, payload)
                 codec.check(record.chunk, payload.data, key)

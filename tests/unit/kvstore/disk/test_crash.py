@@ -175,6 +175,34 @@ def test_a_record_copied_to_another_place_or_segment_is_not_one(clean: Path, tmp
         assert tier.get(key(50)) == content[begin:end]
 
 
+def test_a_torn_copy_does_not_replace_the_record_it_was_made_from(tmp_path: Path):
+    """A crash while a segment is cleaned: the copies are torn, and writing went on in a file after them."""
+    folder = tmp_path / "kv"
+    fill = itertools.count(100)
+    with opened(folder) as tier:
+        assert tier.put(key(0), payload_of(NEW), durable=True)
+        while len(list(folder.glob("segment-*"))) < 2:
+            tier.put(key(next(fill)), payload_of(NEW))
+    first = segment_of(folder)
+    before = first.read_bytes()
+    with opened(folder) as tier:
+        tier.delete(key(0))
+        tier.put(key(0), payload_of(NEW))
+        while len(list(folder.glob("segment-*"))) < 3:
+            tier.put(key(next(fill)), payload_of(NEW))
+    first.write_bytes(before)
+    second = sorted(folder.glob("segment-*"))[1]
+    content = second.read_bytes()
+    at = content.index(key(0).to_bytes()) // BLOCK * BLOCK
+    second.write_bytes(content[: at + BLOCK] + bytes(record_bytes(5000) - BLOCK) + content[at + record_bytes(5000) :])
+    with opened(folder) as tier:
+        assert tier.get(key(0)) == payload_of(NEW)
+        assert tier.quarantine.counts["corrupt"] == 1
+    with opened(folder) as tier:
+        assert tier.get(key(0)) == payload_of(NEW)
+        assert tier.quarantine.total == 0
+
+
 def test_bad_bits_in_an_open_tier_are_counted_with_their_place(clean: Path, tmp_path: Path):
     folder = damaged(clean, tmp_path, segment_of(clean).read_bytes())
     with opened(folder) as tier:
