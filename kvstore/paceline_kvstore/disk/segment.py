@@ -68,6 +68,8 @@ class Segment:
         self._syncing = Lock()
         self._retired = False
         self._marking = Lock()
+        # Marks that the device did not take yet.
+        self._unmarked: list[tuple[int, int]] = []
         self._direct = direct
 
     def __del__(self) -> None:
@@ -117,19 +119,17 @@ class Segment:
         self._unsynced = True
 
     def kill(self, offset: int, payload_bytes: int) -> None:
-        """Mark a record dead in place: a scan steps over it. OSError."""
-        header = encode_record(Record(payload_bytes, dead=True), self.nonce, offset)
+        """Mark a record dead in place: a scan steps over it. OSError; then `sync` tries again."""
         with self._marking:
             # The file may hold another segment's records by now.
             if not self._retired:
-                blockio.write_block(self._fd, offset, header)
-                self._unsynced = True
+                self._unmarked.append((offset, payload_bytes))
+                self._write_marks()
 
     def retire(self) -> bool:
         """Make the file a spare, which no scan takes for a segment; False if it cannot be renamed."""
         spare = self.path.with_name(SPARE_NAME)
-        with self._marking:
-            self._retired = True
+        self._give_up()
         try:
             self.path.rename(spare)
         except OSError:
@@ -162,11 +162,16 @@ class Segment:
     def sync(self) -> None:
         """Return when all that was written before is on the device.
 
-        OSError; after one every later call fails too, because the kernel reports lost pages only once.
+        OSError; after one every later call fails too, because the kernel reports lost pages only once. OSError as well
+        if somebody removed the file.
         """
         with self._syncing:
             if self._sync_failed:
                 raise OSError(errno.EIO, "an earlier sync of the segment failed")
+            with self._marking:
+                self._write_marks()
+                if not self._retired and not os.fstat(self._fd).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "the segment's file was removed", str(self.path))
             if self._unsynced:
                 self._unsynced = False
                 try:
@@ -184,7 +189,23 @@ class Segment:
 
     def unlink(self) -> None:
         """Remove the file's name; its bytes go when the last reader is done. OSError unless it was gone already."""
+        self._give_up()
         self.path.unlink(missing_ok=True)
+
+    def _give_up(self) -> None:
+        """The records count no more, so neither do their marks."""
+        with self._marking:
+            self._retired = True
+            self._unmarked.clear()
+
+    def _write_marks(self) -> None:
+        """Needs `_marking`. OSError."""
+        while self._unmarked:
+            offset, payload_bytes = self._unmarked[-1]
+            header = encode_record(Record(payload_bytes, dead=True), self.nonce, offset)
+            blockio.write_block(self._fd, offset, header)
+            self._unsynced = True
+            self._unmarked.pop()
 
 
 def sync_folder(folder: Path) -> None:

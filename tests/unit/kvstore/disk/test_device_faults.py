@@ -179,6 +179,37 @@ def test_a_durable_put_whose_sync_fails_is_not_kept(open_tier, monkeypatch: pyte
     assert len(open_tier()) == 0
 
 
+def test_a_delete_that_the_device_did_not_take_is_not_called_durable(open_tier, clock, monkeypatch: pytest.MonkeyPatch):
+    device = Device(monkeypatch, "pwritev")
+    tier = open_tier()
+    assert tier.put(key(1), payload_of(1), tenant="gone", durable=True)
+    assert tier.put(key(2), payload_of(2), durable=True)
+    device.broken = True
+    assert tier.clear(tenant="gone") == 1
+    assert not tier.flush()
+    device.broken = False
+    clock.pass_time(PAUSE_S)
+    assert tier.flush(), "the mark is written at last"
+    tier = open_tier()
+    assert list(tier.keys()) == [key(2)]
+
+
+def test_nothing_in_a_file_that_was_removed_is_called_durable(open_tier, clock, tmp_path: Path):
+    """Somebody tidied up the folder under a running tier, whose file has no name any more."""
+    tier = open_tier()
+    assert tier.put(key(1), payload_of(1), durable=True)
+    for path in (tmp_path / "kv").glob("segment-*"):
+        path.unlink()
+    assert not tier.put(key(2), payload_of(2), durable=True)
+    assert not tier.flush()
+    assert tier.get(key(1)) == payload_of(1), "as long as the file is open"
+    clock.pass_time(PAUSE_S)
+    assert tier.put(key(3), payload_of(3), durable=True), "in a new file"
+    tier.check_integrity()
+    tier = open_tier()
+    assert set(tier.keys()) == {key(3)}
+
+
 def test_a_durable_put_returns_after_the_sync_of_its_own_bytes(open_tier, monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
     for name in ("pwritev", "fdatasync", "fsync"):
