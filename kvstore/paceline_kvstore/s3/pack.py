@@ -79,8 +79,11 @@ def is_pack(head: Buffer) -> bool:
     return bytes(memoryview(head)[: len(MAGIC)]) == MAGIC
 
 
-def read_index(head: Buffer) -> dict[ChunkKey, Span]:
-    """The chunks of a pack by the first PEEK_BYTES of it, in order. Raises CorruptChunk or UnsupportedVersion."""
+def read_index(head: Buffer, size: int) -> dict[ChunkKey, Span]:
+    """The chunks of a pack by the first PEEK_BYTES of it and its size in bytes, in order; each lies within the pack.
+
+    Raises CorruptChunk or UnsupportedVersion.
+    """
     view = memoryview(head)
     if len(view) < _HEAD.size or not is_pack(view):
         raise CorruptChunk("the magic number is wrong: these bytes are not a pack")
@@ -98,7 +101,11 @@ def read_index(head: Buffer) -> dict[ChunkKey, Span]:
             key = ChunkKey.from_bytes(view[begin : begin + KEY_BYTES])
         except ValueError as error:
             raise CorruptChunk(str(error)) from None
-        spans[key] = Span(*_SPAN.unpack_from(view, begin + KEY_BYTES))
+        span = Span(*_SPAN.unpack_from(view, begin + KEY_BYTES))
+        # Readers make room for what a span promises; anybody can write an index whose checksum is right.
+        if span.offset + span.length > size:
+            raise CorruptChunk(f"a chunk of the pack ends at {span.offset + span.length}, the object at {size}")
+        spans[key] = span
     return spans
 
 

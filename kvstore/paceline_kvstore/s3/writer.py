@@ -84,7 +84,7 @@ class Writer:
         with self._bad_lock:
             self._bad.pop(name, None)
         size = memoryview(body).nbytes
-        spans = {first.key: Span(0, size)} if len(run) == 1 else pack.read_index(body)
+        spans = {first.key: Span(0, size)} if len(run) == 1 else pack.read_index(body, size)
         self._places.add(name, spans)
         self._counts.add(puts=len(run), bytes_written=size)
         return []
@@ -172,9 +172,9 @@ class Writer:
 def spans_of(peek: Peek, key: ChunkKey) -> dict[ChunkKey, Span]:
     """What is in an object that is named by `key`. Raises CorruptChunk, ForeignChunk or UnsupportedVersion."""
     if pack.is_pack(peek.head):
-        spans = pack.read_index(peek.head)
-        if key not in spans or any(span.offset + span.length > peek.size for span in spans.values()):
-            raise CorruptChunk("the pack lacks the chunk that names it, or was cut short")
+        spans = pack.read_index(peek.head, peek.size)
+        if key not in spans:
+            raise CorruptChunk("the pack lacks the chunk that names it")
         return spans
     found, payload_bytes = codec.read_header(peek.head[: codec.HEADER_BYTES])
     if found != key:

@@ -236,7 +236,7 @@ class S3Tier:
         """The payload in what was read: a chunk, or a pack that has it."""
         span = Span(0, len(data))
         if pack.is_pack(data):
-            spans = pack.read_index(data[: pack.PEEK_BYTES])
+            spans = pack.read_index(data[: pack.PEEK_BYTES], len(data))
             if key not in spans:
                 raise Missing(name)
             self._places.add(name, spans)

@@ -48,7 +48,7 @@ def test_a_pack_gives_its_chunks_by_span(payloads: dict[ChunkKey, bytes]):
     body = pack.build([(key, codec.encode(key, payload)) for key, payload in payloads.items()])
     assert pack.is_pack(body)
     assert len(body) <= pack.OBJECT_BYTES_MAX
-    spans = pack.read_index(body[: pack.PEEK_BYTES])
+    spans = pack.read_index(body[: pack.PEEK_BYTES], len(body))
     assert list(spans) == list(payloads)
     for key, span in spans.items():
         assert codec.decode(body[span.offset : span.offset + span.length], key) == payloads[key]
@@ -62,16 +62,23 @@ def test_a_damaged_index_is_never_read(payloads: dict[ChunkKey, bytes], data: st
     bit = data.draw(st.integers(0, end * 8 - 1))
     body[bit // 8] ^= 1 << bit % 8
     with pytest.raises((CorruptChunk, UnsupportedVersion)):
-        pack.read_index(body)
+        pack.read_index(body, len(body))
     body[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CorruptChunk):
-        pack.read_index(body[: data.draw(st.integers(0, end - 1))])
+        pack.read_index(body[: data.draw(st.integers(0, end - 1))], len(body))
+
+
+@given(CHUNKS)
+def test_a_pack_cut_short_is_never_read(payloads: dict[ChunkKey, bytes]):
+    body = pack.build([(key, codec.encode(key, payload)) for key, payload in payloads.items()])
+    with pytest.raises(CorruptChunk, match=f"ends at {len(body)}, the object at {len(body) - 1}"):
+        pack.read_index(body, len(body) - 1)
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_pack(data: bytes):
     with pytest.raises(KVStoreError):
-        pack.read_index(data)
+        pack.read_index(data, len(data))
 
 
 def test_a_pack_has_a_bound():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from paceline_kvstore import ChunkKey, KVStoreError, codec
 from paceline_kvstore.breaker import Outcome
 from paceline_kvstore.errors import TierFault
-from paceline_kvstore.s3 import session
+from paceline_kvstore.s3 import pack, session
 from paceline_kvstore.s3.lifecycle import apply_lifecycle
 from paceline_kvstore.s3.session import make_client, make_session
 from paceline_kvstore.s3.settings import S3Settings
@@ -415,3 +417,50 @@ def test_after_close_nothing_is_taken_and_reads_are_faults(bench: Any, make_key:
     assert not tier.put(make_key(1), state(1))
     with pytest.raises(TierFault, match="closed"):
         tier.get(make_key(1))
+
+
+def test_a_forged_pack_costs_a_miss_and_no_memory(bench: Any, make_key: Key):
+    """Its index is intact and promises more than any object has: nobody may ask for that much."""
+    chunk = codec.encode(make_key(1), state(1))
+    entries = [(make_key(1), 384, len(chunk)), (make_key(2), 384, 1 << 60), (make_key(3), 1 << 60, len(chunk))]
+    index = struct.pack("<8sHHI", pack.MAGIC, pack.VERSION, len(entries), 0)
+    index += b"".join(key.to_bytes() + struct.pack("<QQ", offset, length) for key, offset, length in entries)
+    body = (index + xxhash.xxh3_128_digest(index)).ljust(384, b"\0") + bytes(chunk)
+    bench.overwrite(f"{make_key(1).namespace.hex()}/{make_key(1).chain.hex()}-16-0", body)
+    tier = bench.tier()
+    assert [tier.get(make_key(n), deadline=20.0) for n in (1, 2, 3)] == [None] * 3
+    assert tier.contains([make_key(1)]) == 0
+    assert tier.stats.errors == 0
+    assert tier.put(make_key(1), state(1), durable=True)
+    assert tier.get(make_key(1)) == state(1)
+
+
+def test_objects_of_others_under_the_prefix_are_neither_served_nor_touched(bench: Any, make_key: Key):
+    tier = bench.tier()
+    assert tier.put(make_key(1), state(1), durable=True)
+    chain = make_key(2).chain.hex()
+    foreign = [
+        "notes.txt",
+        f"{'6e' * 32}/readme",
+        f"{'6e' * 32}/{chain}-016-0",
+        f"{'6E' * 32}/{chain}-16-0",
+        f"{chain}-16-0",
+    ]
+    for name in foreign:
+        bench.overwrite(name, b"theirs")
+    assert list(tier.keys()) == [make_key(1)]
+    assert tier.contains([make_key(1), make_key(2)]) == 1
+    assert tier.get(make_key(2)) is None
+    assert tier.quarantine.total == 0
+    assert tier.clear() == 1
+    assert sorted(bench.names()) == sorted(foreign)
+
+
+def test_bad_objects_without_end_are_counted_and_only_the_latest_remembered(bench: Any, make_key: Key):
+    tier = bench.tier()
+    names = [f"{'6e' * 32}/{make_key(n).chain.hex()}-16-0" for n in range(70)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: bench.overwrite(name, b"garbage"), names))
+    assert [tier.get(make_key(n)) for n in range(70)] == [None] * 70
+    assert tier.quarantine.counts["corrupt"] == tier.stats.corrupt == 70
+    assert [refusal.key for refusal in tier.quarantine.latest()] == [make_key(n) for n in range(6, 70)]
