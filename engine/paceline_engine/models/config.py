@@ -96,11 +96,14 @@ class ModelConfig:
         )
 
     def numerics(self) -> str:
-        """Everything besides geometry and weights that the KV of a token depends on, as text for the identity."""
+        """Everything besides geometry and weights that the KV of a token depends on, as text for the identity.
+
+        The longest position is part of some scalings of the rotation.
+        """
         names = (
-            "rope_theta rope_scaling rope_factors local_rope_theta no_rope_layers rms_norm_eps norm_offset "
-            "embedding_scale attention_scale attention_softcap sliding_window sliding_layers hidden_act post_norms "
-            "qk_norm"
+            "max_position_embeddings rope_theta rope_scaling rope_factors local_rope_theta no_rope_layers rms_norm_eps "
+            "norm_offset embedding_scale attention_scale attention_softcap sliding_window sliding_layers hidden_act "
+            "post_norms qk_norm"
         )
         values = {name: getattr(self, name) for name in names.split()}
         values["rope_scaling"] = sorted((self.rope_scaling or {}).items())
