@@ -18,9 +18,10 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from paceline_kvstore import ChunkKey
+from paceline_kvstore.config import StoreSettings
+from paceline_kvstore.opening import open_store
 from paceline_kvstore.server.node_server import NodeServer
 from paceline_kvstore.server.store import NodeStore
-from paceline_kvstore.tiers import MemoryTier
 from paceline_kvstore.tiers.remote import RemoteTier
 from paceline_kvstore.wire import transport
 from paceline_kvstore.wire.address import Address
@@ -39,7 +40,7 @@ def _listener(path: Path) -> socket.socket:
 
 def _serve(folder: Path, size: int, ready: Event) -> None:
     """The other process: our server, and a loop that sends and takes bare buffers."""
-    store = NodeStore(MemoryTier(4 * CHUNKS * size))
+    store = NodeStore(open_store(StoreSettings(memory=4 * CHUNKS * size)))
     server = NodeServer(store, [_listener(folder / "ours")], CollectorRegistry())
     server.start()
     listener = _listener(folder / "raw")

@@ -25,6 +25,8 @@ _EXAMPLES = """Examples:
 
   paceline-kvstore serve --memory 16Gi --host 0.0.0.0 --token-file /etc/paceline/token --ttl 24h
 
+  paceline-kvstore serve --config /etc/paceline/kv.json --socket /run/paceline/kv.sock
+
 Sizes: 256Mi, 2Gi. Durations: 800ms, 120s, 1h30m. Exit codes: 0 done, 1 failed, 2 bad input.
 """
 _LEVELS = ("debug", "info", "warning", "error")
@@ -61,12 +63,15 @@ _SIZE, _DURATION = _parsed(parse_bytes), _parsed(parse_duration_s)
 
 
 # Defaults that typer parses like input, so that --help shows them as users write them.
-_MEMORY = cast("int", "1Gi")
 _PIN, _FRAME, _IDLE, _DRAIN = (cast("float", text) for text in ("10m", "30s", "10m", "30s"))
-_CHUNK_BYTES = 128 << 20
-_CHUNKS_INFLIGHT = 4
 
-Memory = Annotated[int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for chunks.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="JSON settings of the tiers to share: memory, disk, s3, quotas.")
+]
+Memory = Annotated[
+    int | None,
+    typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for chunks, without --config. Default: 1Gi."),
+]
 Socket = Annotated[Path | None, typer.Option(help="Path of a Unix socket for clients, for its owner alone.")]
 Host = Annotated[str, typer.Option(help="Address to bind; without a token file it must be loopback.")]
 Port = Annotated[
@@ -80,7 +85,7 @@ Ttl = Annotated[
 ]
 MaxChunk = Annotated[
     int | None,
-    typer.Option(parser=_SIZE, metavar="SIZE", help="Largest chunk taken. Default: 128Mi, or --memory if less."),
+    typer.Option(parser=_SIZE, metavar="SIZE", help="Largest chunk taken. Default: 128Mi, or what the tiers take."),
 ]
 MaxInflight = Annotated[
     int | None,
@@ -88,7 +93,8 @@ MaxInflight = Annotated[
 ]
 MaxConnections = Annotated[int, typer.Option(min=1, max=4096, help="Clients' connections.")]
 MaxPinned = Annotated[
-    int | None, typer.Option(parser=_SIZE, metavar="SIZE", help="Bytes that pins may hold. Default: half of --memory.")
+    int | None,
+    typer.Option(parser=_SIZE, metavar="SIZE", help="Bytes that pins hold. Default: half of memory or disk."),
 ]
 MaxPinTime = Annotated[float, typer.Option(parser=_DURATION, metavar="DURATION", help="Longest that a pin holds.")]
 FrameTimeout = Annotated[
@@ -103,7 +109,8 @@ LogLevel = Annotated[str, typer.Option(parser=_parsed(_level), metavar="LEVEL", 
 
 @app.command(epilog=_EXAMPLES)
 def serve(
-    memory: Memory = _MEMORY,
+    config: Config = None,
+    memory: Memory = None,
     socket: Socket = None,
     host: Host = "127.0.0.1",
     port: Port = None,
@@ -120,12 +127,9 @@ def serve(
     drain_timeout: DrainTimeout = _DRAIN,
     log_level: LogLevel = "info",
 ) -> None:
-    """Share a memory tier with engines until SIGTERM (answers what was asked) or a second signal (stops now)."""
+    """Share memory, disk and S3 with engines until SIGTERM (answers what was asked) or a second signal (stops now)."""
     given = dict(locals())
     given["port"] = DEFAULT_PORT if port is None and socket is None else port
-    given["max_chunk"] = min(_CHUNK_BYTES, memory) if max_chunk is None else max_chunk
-    given["max_inflight"] = _CHUNKS_INFLIGHT * given["max_chunk"] if max_inflight is None else max_inflight
-    given["max_pinned"] = memory // 2 if max_pinned is None else max_pinned
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=given.pop("log_level").upper(), format=form, stream=sys.stderr)
     from paceline_kvstore.server.options import BadInput, ServeOptions

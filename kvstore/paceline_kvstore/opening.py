@@ -12,11 +12,11 @@ from paceline_kvstore.crypto import read_key_file
 from paceline_kvstore.encoding import Element, Encoding
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.estimate import Prior
-from paceline_kvstore.policy.holds import Holds
+from paceline_kvstore.policy.holds import NO_BOUND, Holds
 from paceline_kvstore.s3.settings import S3Settings
 from paceline_kvstore.tiered.level import Level, LevelOptions
 from paceline_kvstore.tiered.store import PINS_MAX, ChunkEvent, TieredStore
-from paceline_kvstore.tiers import DiskOptions, DiskTier, GuardedTier, MemoryTier, Tier
+from paceline_kvstore.tiers import DiskOptions, DiskTier, MemoryTier, Tier
 from paceline_kvstore.tiers.encoded import EncodedTier
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from paceline_kvstore.tiers.sealed import SealedTier, SealOptions
@@ -36,25 +36,31 @@ def open_store(
     on_event: Callable[[ChunkEvent], None] | None = None,
     allocate: Allocator = map_memory,
     element: Element = Element.BYTES,
+    pinned_bytes: int | None = None,
 ) -> TieredStore:
     """The store, with its threads and tiers; whoever opens it closes it.
 
     allocate: makes the memory tier's memory. element: what payloads are made of; the keys' namespace is
-    `settings.namespace` of the model's. Raises KVStoreError: FolderUnusable for the disk's folder, BadSettings for
-    key and token files, else for what S3 needs and this machine has not.
+    `settings.namespace` of the model's. pinned_bytes: bound on what pins hold (None: `pinned_bytes_default`). Raises
+    KVStoreError: FolderUnusable for the disk's folder, BadSettings for key and token files, else for what S3 needs and
+    this machine has not.
     """
     encode, sealed = _encoder(settings, element), _sealer(settings)
 
     def seal(tier: Tier) -> Tier:
         return encode(sealed(tier))
 
-    pins: Holds[ChunkKey] = Holds(PINS_MAX)
+    pins: Holds[ChunkKey] = Holds(PINS_MAX, pinned_bytes_default(settings) if pinned_bytes is None else pinned_bytes)
     levels: list[Level] = []
+
+    def is_pinned(key: ChunkKey) -> bool:
+        return pins.is_held(key, time.monotonic())
+
     try:
         if settings.memory is not None:
-            levels.append(_memory(settings, settings.memory, allocate))
+            levels.append(_memory(settings, settings.memory, allocate, is_pinned))
         if settings.disk is not None:
-            levels.append(_disk(settings, seal, is_first=not levels, pins=pins))
+            levels.append(_disk(settings, seal, is_first=not levels, is_pinned=is_pinned))
         if settings.node is not None:
             levels.append(_node(settings.node, is_first=not levels))
         if settings.s3 is not None:
@@ -66,7 +72,15 @@ def open_store(
         raise
 
 
-def _memory(settings: StoreSettings, capacity: int, allocate: Allocator) -> Level:
+def pinned_bytes_default(settings: StoreSettings) -> int:
+    """Half of the smaller of memory and disk, so that pins leave room in both."""
+    local = [settings.memory, None if settings.disk is None else settings.disk.capacity]
+    return min((capacity // 2 for capacity in local if capacity is not None), default=NO_BOUND)
+
+
+def _memory(
+    settings: StoreSettings, capacity: int, allocate: Allocator, is_pinned: Callable[[ChunkKey], bool]
+) -> Level:
     options = LevelOptions(
         name=MEMORY,
         is_immediate=True,
@@ -74,7 +88,7 @@ def _memory(settings: StoreSettings, capacity: int, allocate: Allocator) -> Leve
         quotas=settings.tenant_quotas,
         default_quota=settings.default_quota,
     )
-    return Level(MemoryTier(capacity, allocate), options)
+    return Level(MemoryTier(capacity, allocate, spared=is_pinned), options, spared=is_pinned)
 
 
 def _sealer(settings: StoreSettings) -> Callable[[Tier], Tier]:
@@ -102,7 +116,9 @@ def _encoder(settings: StoreSettings, element: Element) -> Callable[[Tier], Tier
     return lambda tier: EncodedTier(tier, form, element)
 
 
-def _disk(settings: StoreSettings, seal: Callable[[Tier], Tier], *, is_first: bool, pins: Holds[ChunkKey]) -> Level:
+def _disk(
+    settings: StoreSettings, seal: Callable[[Tier], Tier], *, is_first: bool, is_pinned: Callable[[ChunkKey], bool]
+) -> Level:
     assert settings.disk is not None
     options = LevelOptions(
         name=DISK,
@@ -113,8 +129,8 @@ def _disk(settings: StoreSettings, seal: Callable[[Tier], Tier], *, is_first: bo
         quotas=settings.tenant_quotas,
         default_quota=settings.default_quota,
     )
-    disk_options = DiskOptions(ttl_s=settings.ttl, spared=lambda key: pins.is_held(key, time.monotonic()))
-    return Level(seal(DiskTier(settings.disk.path, settings.disk.capacity, disk_options)), options)
+    tier = DiskTier(settings.disk.path, settings.disk.capacity, DiskOptions(ttl_s=settings.ttl, spared=is_pinned))
+    return Level(seal(tier), options, spared=is_pinned)
 
 
 def _node(settings: NodeSettings, *, is_first: bool) -> Level:
@@ -129,7 +145,6 @@ def _node(settings: NodeSettings, *, is_first: bool) -> Level:
         is_indexed=False,
         is_durable=True,
         needs_second_offer=not is_first,
-        takes_deadline=True,
         prior=NODE_PRIOR,
     )
     remote = RemoteOptions(token=token, read_connections=options.readers, write_connections=options.writers)
@@ -147,8 +162,6 @@ def _s3(settings: S3Settings, seal: Callable[[Tier], Tier], *, is_first: bool) -
         is_indexed=False,
         is_durable=True,
         needs_second_offer=not is_first,
-        # A sealed tier has no deadlines of its own; then S3's `read_deadline` ends a read.
-        takes_deadline=isinstance(tier, GuardedTier),
         readers=settings.read_workers,
         prior=S3_PRIOR,
     )

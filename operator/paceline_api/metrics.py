@@ -294,7 +294,7 @@ KV_SERVER = (
     Metric(name="paceline_kvserver_connections_closed", type=_C, labels=("reason",),
            help="Connections that ended: closed by the client, or by the server for another reason."),
     Metric(name="paceline_kvserver_receiving_bytes", type=_G, unit="bytes", help="Memory lent to puts under way."),
-    Metric(name="paceline_kvserver_pinned_chunks", type=_G, help="Pins that clients and administrators hold."),
+    Metric(name="paceline_kvserver_pinned_chunks", type=_G, help="Chunks that pins hold."),
     Metric(name="paceline_kvserver_pinned_bytes", type=_G, unit="bytes", help="Bytes of KV that pins hold."),
     Metric(name="paceline_kvserver_corrupt_chunks", type=_C,
            help="Chunks refused because bytes, key or version were wrong, on arrival or in the tier."),

@@ -19,11 +19,12 @@ from paceline_kvstore.wire.address import Address
 class KVServerProcess:
     """A node server on a Unix socket and ports of its own choice."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    def __init__(self, directory: Path, *arguments: str, config: Path | None = None) -> None:
         self.log = directory / "kv.log"
         self.socket = directory / "kv.sock"
         command = [sys.executable, "-m", "paceline_kvstore.cli", "serve", "--socket", str(self.socket), "--port", "0"]
-        command += ["--admin-port", "0", "--memory", "64Mi", "--max-chunk", "8Mi", *arguments]
+        command += ["--admin-port", "0", "--max-chunk", "8Mi", *arguments]
+        command += ["--memory", "64Mi"] if config is None else ["--config", str(config)]
         with self.log.open("w") as log:
             self.popen = subprocess.Popen(command, stderr=log)
         self.ports = wait_for("listening", self._ports)
@@ -55,6 +56,6 @@ class KVServerProcess:
 
 
 @contextmanager
-def kv_server_process(directory: Path, *arguments: str) -> Iterator[KVServerProcess]:
-    with closing(KVServerProcess(directory, *arguments)) as process:
+def kv_server_process(directory: Path, *arguments: str, config: Path | None = None) -> Iterator[KVServerProcess]:
+    with closing(KVServerProcess(directory, *arguments, config=config)) as process:
         yield process

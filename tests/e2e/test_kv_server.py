@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import socket
@@ -69,9 +70,7 @@ def test_sigterm_drains(server: KVServerProcess) -> None:
 def stuck_put(server: KVServerProcess) -> socket.socket:
     """A client that began to send a chunk and stopped."""
     sock = Address(path=str(server.socket)).connect(5)
-    sock.sendall(
-        msg.encode_request(1, msg.Hello(bytes(16))) + msg.encode_request(2, msg.Put(key(9)), 1 << 20) + b"x" * 500
-    )
+    sock.sendall(msg.encode_request(1, msg.Hello()) + msg.encode_request(2, msg.Put(key(9)), 1 << 20) + b"x" * 500)
     wait_for("it has begun", lambda: "receiving_bytes 0.0" not in server.ask("GET", "/metrics").text)
     return sock
 
@@ -102,6 +101,31 @@ def test_the_token_is_asked_for_where_others_could_come(tmp_path: Path) -> None:
         assert server.ask("GET", "/admin/stats").status_code == 401
         stats = server.ask("GET", "/admin/stats", headers={"authorization": "Bearer secret"}).json()
         assert stats["tier"]["puts"] == 1
+
+
+def test_tiers_of_a_file_are_shared_and_outlive_the_process(tmp_path: Path) -> None:
+    config = tmp_path / "kv.json"
+    disk = {"path": str(tmp_path / "disk"), "capacity": "256Mi"}
+    config.write_text(json.dumps({"memory": {"capacity": "64Mi"}, "disk": disk, "tenantQuotas": {"acme": "8Mi"}}))
+    payload = random.Random(1).randbytes(3 << 20)
+    with kv_server_process(tmp_path, config=config) as server:
+        tier = server.client()
+        for number in range(4):
+            assert tier.put(key(number), payload, tenant="acme")
+        assert tier.contains([key(2), key(3)]) == 2 and tier.contains([key(0)]) == 0, "two fit the quota"
+        assert tier.put(key(9), payload, durable=True)
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+    with kv_server_process(tmp_path, config=config) as server:
+        tier = server.client()
+        target = bytearray(8 << 20)
+        for number in (2, 3, 9):
+            assert tier.read_into(key(number), target) == len(payload) and target[: len(payload)] == payload
+        levels = server.ask("GET", "/admin/stats").json()["levels"]
+        assert [(level["name"], level["hits"]) for level in levels] == [("memory", 0), ("disk", 3)]
+        assert 'paceline_kvstore_hits_total{tier="disk"} 3.0' in server.ask("GET", "/metrics").text
+        assert server.ask("POST", "/admin/invalidate", json={"tenant": "acme"}).json() == {"removed": 2}
+        assert tier.contains([key(9)]) == 1 and tier.contains([key(2)]) == 0
 
 
 PAYLOADS = [random.Random(number).randbytes(100_000 + number) for number in range(30)]

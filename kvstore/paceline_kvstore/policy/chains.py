@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -18,6 +18,9 @@ class Chains(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._parent)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._parent)
 
     def add(self, key: K, parent: K | None) -> None:
         """`key` is held from now on. A key that names itself as its parent starts a chain."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Generic, TypeVar
 
-from paceline_kvstore.policy.eviction import Lru
+from paceline_kvstore.policy.eviction import Lru, nothing_spared
 from paceline_kvstore.policy.quotas import Quotas
 
 K = TypeVar("K", bound=Hashable)
@@ -18,8 +18,9 @@ class TenantChunks(Generic[K]):
     Room is reserved before a chunk is put; `remove` tells of every chunk that went, so that bytes are counted once.
     """
 
-    def __init__(self, quotas: Quotas) -> None:
+    def __init__(self, quotas: Quotas, spared: Callable[[K], bool] = nothing_spared) -> None:
         self._quotas = quotas
+        self._spared = spared
         self._orders: dict[str, Lru[K]] = {}
         self._held: dict[K, tuple[str, int]] = {}
         self._lock = Lock()
@@ -31,7 +32,7 @@ class TenantChunks(Generic[K]):
     def reserve(self, tenant: str, key: K, num_bytes: int, parent: K | None = None) -> tuple[bool, list[K]]:
         """Count a chunk that is about to be put: whether it fits, and the tenant's own chunks that must go first.
 
-        If it was not put after all, `remove` it. Chunks before it in its chain stay.
+        If it was not put after all, `remove` it. Chunks before it in its chain stay, and those that `spared` names.
         """
         if self._quotas.limit(tenant) is None:
             return True, []
@@ -40,7 +41,7 @@ class TenantChunks(Generic[K]):
             if key in self._held:
                 return True, victims
             while excess := self._quotas.excess(tenant, num_bytes):
-                victim = self._orders[tenant].evict(parent=parent)
+                victim = self._orders[tenant].evict(self._spared, parent)
                 if victim is None:
                     break
                 self._quotas.charge(tenant, -self._held.pop(victim)[1])

@@ -20,9 +20,17 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from paceline_kvstore.server.admin_requests import BadRequest, Invalidate, KeysRequest, PinRequest, read_json
+from paceline_kvstore.metrics import snapshot
+from paceline_kvstore.server.admin_requests import (
+    BadRequest,
+    Invalidate,
+    KeysRequest,
+    PinRequest,
+    UnpinRequest,
+    read_json,
+)
 from paceline_kvstore.server.node_server import NodeServer
-from paceline_kvstore.server.store import ADMIN
+from paceline_kvstore.server.store import Removed
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +51,15 @@ class _Answer:
 
 def _json(value: Any, status: int = 200) -> _Answer:
     return _Answer(status, json.dumps(value).encode() + b"\n")
+
+
+def _removed(removed: Removed) -> _Answer:
+    answer: dict[str, Any] = {"removed": removed.count}
+    if not removed.incomplete:
+        return _json(answer)
+    names = ", ".join(removed.incomplete)
+    message = f"tier {names} failed meanwhile and may still have some of it: ask again once it is well"
+    return _json(answer | {"error": {"message": message, "field": None}}, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class Admin:
@@ -76,7 +93,8 @@ class Admin:
         ]
         return _json(
             {
-                "tier": asdict(self._store.stats),
+                "tier": asdict(tier.stats),
+                "levels": [asdict(level) for level in snapshot(self._store.tiered).levels],
                 "bytes_used": tier.bytes_used,
                 "capacity": tier.capacity,
                 "pinned": asdict(self._store.pinned),
@@ -87,30 +105,27 @@ class Admin:
         )
 
     def _lookup(self, body: bytes) -> _Answer:
-        """How many leading keys are there, and of each whether it is there and pinned."""
+        """How many leading keys are there, and of each which tiers have it and whether it is pinned."""
         keys = KeysRequest.parse(read_json(body)).keys
         each = [
-            {
-                "key": key.to_bytes().hex(),
-                "held": self._store.contains([key]) == 1,
-                "pinned": self._store.is_pinned(key),
-            }
-            for key in keys
+            {"key": key.to_bytes().hex(), "tiers": list(tiers), "pinned": self._store.is_pinned(key)}
+            for key, tiers in zip(keys, self._store.where(keys), strict=True)
         ]
-        return _json({"leading": self._store.contains(keys), "keys": each})
+        leading = next((index for index, found in enumerate(each) if not found["tiers"]), len(each))
+        return _json({"leading": leading, "keys": each})
 
     def _pin(self, body: bytes) -> _Answer:
         asked = PinRequest.parse(read_json(body), self._store.pin_seconds_max)
-        return _json({"pinned": self._store.pin(ADMIN, asked.keys, asked.seconds)})
+        return _json({"pinned": self._store.pin(asked.holder, asked.keys, asked.seconds)})
 
     def _unpin(self, body: bytes) -> _Answer:
-        return _json({"unpinned": self._store.unpin(ADMIN, KeysRequest.parse(read_json(body)).keys)})
+        return _json({"unpinned": self._store.unpin(UnpinRequest.parse(read_json(body)).holder)})
 
     def _invalidate(self, body: bytes) -> _Answer:
         asked = Invalidate.parse(read_json(body))
         if asked.chain is not None:
-            return _json({"removed": self._store.invalidate_chain(asked.chain)})
-        return _json({"removed": self._store.clear(namespace=asked.namespace, tenant=asked.tenant)})
+            return _removed(self._store.invalidate_chain(asked.chain))
+        return _removed(self._store.clear(namespace=asked.namespace, tenant=asked.tenant))
 
 
 class _HttpServer(ThreadingHTTPServer):

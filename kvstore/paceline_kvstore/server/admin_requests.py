@@ -10,7 +10,8 @@ from http import HTTPStatus
 from typing import Any, Self, cast
 
 from paceline_kvstore.keys import DIGEST_BYTES, KEY_BYTES, ChunkKey
-from paceline_kvstore.wire.messages import KEYS_MAX, TENANT_BYTES_MAX
+from paceline_kvstore.server.store import ADMIN
+from paceline_kvstore.wire.messages import HOLDER_BYTES_MAX, KEYS_MAX, TENANT_BYTES_MAX
 
 CHAIN_DIGITS_MIN = 8
 """A shorter prefix would hit chains by chance."""
@@ -82,21 +83,42 @@ class KeysRequest:
         return cls(_keys(body))
 
 
+def _holder(body: Mapping[str, Any]) -> str:
+    holder = body.get("holder", ADMIN)
+    if not isinstance(holder, str) or not 0 < len(holder.encode()) <= HOLDER_BYTES_MAX:
+        raise BadRequest("holder", f"holder: it must be a string of 1 to {HOLDER_BYTES_MAX} bytes")
+    return holder
+
+
 @dataclass(frozen=True, slots=True)
 class PinRequest:
-    """`{"keys": [...], "seconds": 60}`."""
+    """`{"keys": [...], "seconds": 60, "holder": "nightly"}`: instead of what the holder held before."""
 
     keys: tuple[ChunkKey, ...]
     seconds: float
+    holder: str
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], seconds_max: float) -> Self:
         """Raises BadRequest."""
-        _only(body, "keys", "seconds")
+        _only(body, "keys", "seconds", "holder")
         seconds = body.get("seconds")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= seconds_max:
             raise BadRequest("seconds", f"seconds: it must be a number above 0, at most {seconds_max:g}")
-        return cls(_keys(body), float(seconds))
+        return cls(_keys(body), float(seconds), _holder(body))
+
+
+@dataclass(frozen=True, slots=True)
+class UnpinRequest:
+    """`{"holder": "nightly"}`."""
+
+    holder: str
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Raises BadRequest."""
+        _only(body, "holder")
+        return cls(_holder(body))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,23 +95,19 @@ class Connection:
 
     def _serve(self) -> None:
         transport.tune(self._sock)
-        hello = self._welcome()
-        store, limits, drain = self._shared.store, self._shared.limits, self._shared.drain
+        self._welcome()
+        limits, drain = self._shared.limits, self._shared.drain
         waiter = drain.poll(self._sock)
-        store.open_session(hello.session)
-        try:
-            while True:
-                # What a client sent before the drain began is still answered.
-                if not self._inbox.has_bytes and not waiter.readable(0 if drain.is_set else limits.idle_timeout_s):
-                    if not drain.is_set:
-                        raise transport.Gone("idle")
-                    if not self._inbox.has_bytes and not waiter.readable(0):
-                        raise _Refused(Reason.DRAINING, "the server is draining: use another, or none")
-                self._serve_one(hello.session)
-        finally:
-            store.close_session(hello.session)
+        while True:
+            # What a client sent before the drain began is still answered.
+            if not self._inbox.has_bytes and not waiter.readable(0 if drain.is_set else limits.idle_timeout_s):
+                if not drain.is_set:
+                    raise transport.Gone("idle")
+                if not self._inbox.has_bytes and not waiter.readable(0):
+                    raise _Refused(Reason.DRAINING, "the server is draining: use another, or none")
+            self._serve_one()
 
-    def _welcome(self) -> msg.Hello:
+    def _welcome(self) -> None:
         """The first frame, which must be a Hello with the right token."""
         shared, sock = self._shared, self._sock
         deadline = time.monotonic() + shared.limits.hello_timeout_s
@@ -124,9 +120,8 @@ class Connection:
             raise _Refused(Reason.UNAUTHORIZED, f"the token is {what}: give the client the server's --token-file")
         welcome = msg.Welcome(shared.store.tier.capacity, shared.limits.payload_bytes)
         transport.send(sock, [msg.encode_reply(head.request_id, welcome)], deadline)
-        return hello
 
-    def _serve_one(self, session: bytes) -> None:
+    def _serve_one(self) -> None:
         shared = self._shared
         begun = time.monotonic()
         deadline = begun + shared.limits.frame_timeout_s
@@ -138,44 +133,46 @@ class Connection:
             raise ProtocolError(f"request {msg.op_of(request).name.lower()} has no payload, this one has one")
         outcome = "lost"
         try:
-            outcome = self._answer(session, head, request, deadline)
+            outcome = self._answer(head, request, deadline)
         finally:
             shared.metrics.on_request(msg.op_of(request), outcome, time.monotonic() - begun)
 
-    def _answer(self, session: bytes, head: Head, request: msg.Request, deadline: float) -> str:
+    def _answer(self, head: Head, request: msg.Request, deadline: float) -> str:
         """Do it and reply; the outcome's label."""
         match request:
-            case msg.Get(key, capacity):
-                return self._send_chunk(head.request_id, key, capacity)
+            case msg.Get():
+                return self._send_chunk(head.request_id, request)
             case msg.Put():
                 kept = self._receive_chunk(head, request, deadline)
                 self._reply(head.request_id, msg.Count(kept))
                 return "ok" if kept else "refused"
             case _:
-                self._reply(head.request_id, self._do(session, request))
+                self._reply(head.request_id, self._do(request))
                 return "ok"
 
-    def _do(self, session: bytes, request: msg.Request) -> msg.Reply:
+    def _do(self, request: msg.Request) -> msg.Reply:
         """Requests without a payload either way."""
         store = self._shared.store
+        tier = store.tier
         match request:
-            case msg.Contains(keys):
-                return msg.Count(store.contains(keys))
+            case msg.Contains(keys, milliseconds):
+                return msg.Count(tier.contains(keys, deadline=milliseconds / 1000))
             case msg.Delete(key):
-                return msg.Count(store.delete([key]))
+                return msg.Count(tier.delete(key))
             case msg.Clear(namespace, tenant):
-                return msg.Count(store.clear(namespace=namespace, tenant=tenant))
+                return msg.Count(tier.clear(namespace=namespace, tenant=tenant))
             case msg.Keys(restart):
                 return self._key_page(restart)
             case msg.Stats():
-                tier = store.tier
-                return msg.StatsReply(store.stats, tier.bytes_used, tier.capacity, store.pinned.count)
+                return msg.StatsReply(tier.stats, tier.bytes_used, tier.capacity, store.pinned.count)
             case msg.Flush():
-                return msg.Count(store.flush())
-            case msg.Pin(keys, milliseconds):
-                return msg.Count(store.pin(session, keys, milliseconds / 1000))
-            case msg.Unpin(keys):
-                return msg.Count(store.unpin(session, keys))
+                return msg.Count(tier.flush())
+            case msg.Pin(holder, keys, milliseconds):
+                return msg.Count(store.pin(holder, keys, max(1, milliseconds) / 1000))
+            case msg.Unpin(holder):
+                return msg.Count(store.unpin(holder))
+            case msg.Extend(holder, milliseconds):
+                return msg.Count(store.extend(holder, max(1, milliseconds) / 1000))
             case _:
                 raise ProtocolError(f"{type(request).__name__} isn't answered without a payload")
 
@@ -188,22 +185,22 @@ class Connection:
     def _reply(self, request_id: int, reply: msg.Reply) -> None:
         transport.send(self._sock, [msg.encode_reply(request_id, reply)], self._reply_deadline())
 
-    def _send_chunk(self, request_id: int, key: ChunkKey, capacity: int) -> str:
-        lease = self._shared.store.lease(key)
+    def _send_chunk(self, request_id: int, request: msg.Get) -> str:
+        lease = self._shared.store.tier.lease(request.key, deadline=request.milliseconds / 1000)
         if lease is None:
             self._reply(request_id, msg.Miss())
             return "miss"
         try:
-            return self._send_lease(request_id, key, capacity, lease)
+            return self._send_lease(request_id, request, lease)
         finally:
             lease.release()
 
-    def _send_lease(self, request_id: int, key: ChunkKey, capacity: int, lease: Lease) -> str:
+    def _send_lease(self, request_id: int, request: msg.Get, lease: Lease) -> str:
         size = len(lease.payload)
-        if size > capacity:
+        if size > request.capacity:
             self._reply(request_id, msg.TooLarge(size))
             return "too_large"
-        header = codec.encode_header(key, lease.payload) if lease.header is None else lease.header
+        header = codec.encode_header(request.key, lease.payload) if lease.header is None else lease.header
         frame = msg.encode_reply(request_id, msg.Hit(), len(header) + size)
         transport.send(self._sock, [frame + header, lease.payload], self._reply_deadline())
         self._shared.metrics.on_sent(size)
@@ -226,8 +223,8 @@ class Connection:
 
     def _receive_payload(self, request: msg.Put, header: bytes, size: int, deadline: float) -> bool:
         """Into the tier's own memory where it has some for it, else into a buffer that the tier copies from."""
-        store, key = self._shared.store, request.key
-        filling = None if request.durable else store.fill(key, size, parent=request.parent, tenant=request.tenant)
+        tier, key = self._shared.store.tier, request.key
+        filling = None if request.durable else tier.fill(key, size, parent=request.parent, tenant=request.tenant)
         buffer = self._shared.buffers.take(size) if filling is None else filling.buffer
         if buffer is None:
             self._skip(size, deadline)
@@ -240,7 +237,7 @@ class Connection:
             return False
         if filling is not None:
             return filling.keep(header)
-        return store.put(key, buffer, parent=request.parent, tenant=request.tenant, durable=request.durable)
+        return tier.put(key, buffer, parent=request.parent, tenant=request.tenant, durable=request.durable)
 
     def _skip(self, num_bytes: int, deadline: float) -> None:
         scratch = memoryview(bytearray(_SCRATCH_BYTES))

@@ -92,7 +92,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Any]:
         """One family for each name of READ_AT_SCRAPE."""
-        store, stats, pinned = self._store, self._store.stats, self._store.pinned
+        store, stats, pinned = self._store, self._store.tier.stats, self._store.pinned
         corrupt = stats.corrupt + self._quarantine.total
         values = (
             *(getattr(stats, name) for name in _STATS), corrupt, store.tier.bytes_used, store.tier.capacity,

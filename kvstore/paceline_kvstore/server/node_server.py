@@ -11,6 +11,8 @@ from threading import Condition, Event, Thread
 
 from prometheus_client import CollectorRegistry
 
+from paceline_kvstore.exposition import StoreCollector as LevelCollector
+from paceline_kvstore.metrics import snapshot
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.server.buffers import BufferPool
 from paceline_kvstore.server.connection import Connection, Shared
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 SWEEP_S = 1.0
 _STOP_S = 5.0
 _PAUSE_S = 0.1
-_FLUSH_S = 1.0
+_WRITE_S = 1.0
 
 
 class NodeServer:
@@ -47,6 +49,7 @@ class NodeServer:
         buffers = BufferPool(self.limits.inflight_bytes)
         metrics = ServerMetrics(registry)
         registry.register(StoreCollector(store, buffers, self.quarantine))
+        registry.register(LevelCollector(lambda: snapshot(store.tiered)))
         self._shared = Shared(store, self.limits, token, buffers, self.quarantine, metrics, self._drain)
         self._connections: set[Connection] = set()
         self._changed = Condition()
@@ -69,15 +72,25 @@ class NodeServer:
             thread.start()
 
     def drain(self, seconds: float) -> bool:
-        """Accept nobody, answer what was asked, then flush the tier. False if the time is over before that is done."""
+        """Accept nobody, answer what was asked, then write down what only memory has, where there is a place for it.
+
+        False if the time is over before that is done.
+        """
         end = time.monotonic() + seconds
         self._drain.set()
         with self._changed:
             answered = self._changed.wait_for(lambda: not self._connections, seconds)
-        flush = Thread(target=self.store.flush, daemon=True, name="flush")
-        flush.start()
-        flush.join(max(_FLUSH_S, end - time.monotonic()))
-        return answered and not flush.is_alive()
+        left, done = max(_WRITE_S, end - time.monotonic()), Event()
+
+        def write_down() -> None:
+            if self.store.drain(left):
+                done.set()
+
+        # A thread of its own: a place that hangs must not keep the server from ending.
+        writer = Thread(target=write_down, daemon=True, name="drain")
+        writer.start()
+        writer.join(left)
+        return answered and done.is_set()
 
     def close(self) -> None:
         """End every connection now and close the store. Idempotent."""

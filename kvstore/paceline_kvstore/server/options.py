@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline_kvstore.config import CAPACITY_MIN, BadSettings, StoreSettings, parse_settings
+from paceline_kvstore.opening import pinned_bytes_default
 from paceline_kvstore.server.limits import Limits
-from paceline_kvstore.server.pins import PinLimits
 from paceline_kvstore.wire.address import UNIX_PATH_BYTES_MAX, is_loopback
 
 BACKLOG = 512
+MEMORY_DEFAULT = 1 << 30
+MAX_CHUNK_DEFAULT = 128 << 20
+CHUNKS_INFLIGHT = 4
 _SOCKET_UMASK = 0o177
 """A Unix socket is its owner's alone."""
 
@@ -25,57 +30,90 @@ class BadInput(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Sizes are bytes, durations seconds. socket: path of the Unix socket; port: None for no TCP."""
+    """Sizes are bytes, durations seconds. socket: path of the Unix socket; port: None for no TCP.
 
-    memory: int
+    config: a settings document; memory and ttl are the short form of one. What is None has a default that depends on
+    them.
+    """
+
+    config: Path | None
+    memory: int | None
     socket: Path | None
     host: str
     port: int | None
     admin_port: int
     token_file: Path | None
     ttl: float | None
-    max_chunk: int
-    max_inflight: int
+    max_chunk: int | None
+    max_inflight: int | None
     max_connections: int
-    max_pinned: int
+    max_pinned: int | None
     max_pin_time: float
     frame_timeout: float
     idle_timeout: float
     drain_timeout: float
 
-    @property
-    def limits(self) -> Limits:
+    def read_settings(self) -> StoreSettings:
+        """The tiers to share. Raises BadInput that names the option or the file's field."""
+        if self.ttl is not None and self.ttl <= 0:
+            raise BadInput("--ttl must be more than 0 s; leave it out to keep chunks of any age")
+        if self.config is None:
+            memory = MEMORY_DEFAULT if self.memory is None else self.memory
+            if memory < CAPACITY_MIN:
+                raise BadInput(f"--memory {memory} is too little: {CAPACITY_MIN} bytes or more")
+            return StoreSettings(memory=memory, ttl=self.ttl)
+        for flag, value, name in (("--memory", self.memory, "memory.capacity"), ("--ttl", self.ttl, "ttl")):
+            if value is not None:
+                raise BadInput(f"{flag} and --config are both given: write {name} into the file")
+        try:
+            settings = parse_settings(json.loads(self.config.read_text("utf-8")))
+        except OSError as error:
+            raise BadInput(f"can't read --config {self.config}: {error.strerror}: check the path") from error
+        except BadSettings as error:
+            raise BadInput(f"--config {self.config}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"--config {self.config} isn't JSON: {error}") from error
+        if settings.node is not None:
+            raise BadInput(f"--config {self.config}: node: a node server shares tiers of its own: leave it out")
+        return settings
+
+    def limits(self, settings: StoreSettings) -> Limits:
         """Raises BadInput that names the option."""
-        for flag, size in (("--max-chunk", self.max_chunk), ("--max-connections", self.max_connections)):
+        largest = chunk_bytes_max(settings)
+        max_chunk = min(MAX_CHUNK_DEFAULT, largest) if self.max_chunk is None else self.max_chunk
+        max_inflight = CHUNKS_INFLIGHT * max_chunk if self.max_inflight is None else self.max_inflight
+        for flag, size in (("--max-chunk", max_chunk), ("--max-connections", self.max_connections)):
             if size < 1:
                 raise BadInput(f"{flag} must be at least 1, it is {size}")
-        if self.max_chunk > self.memory:
-            raise BadInput(
-                f"--max-chunk {self.max_chunk} is more than --memory {self.memory}: no such chunk could stay"
-            )
-        if self.max_inflight < self.max_chunk:
-            raise BadInput(
-                f"--max-inflight {self.max_inflight} has no room for one chunk (--max-chunk {self.max_chunk})"
-            )
+        if max_chunk > largest:
+            raise BadInput(f"--max-chunk {max_chunk} is more than any tier takes, which is {largest} bytes")
+        if max_inflight < max_chunk:
+            raise BadInput(f"--max-inflight {max_inflight} has no room for one chunk (--max-chunk {max_chunk})")
         for flag, seconds in (("--frame-timeout", self.frame_timeout), ("--idle-timeout", self.idle_timeout)):
             if seconds <= 0:
                 raise BadInput(f"{flag} must be more than 0 s")
-        if self.ttl is not None and self.ttl <= 0:
-            raise BadInput("--ttl must be more than 0 s; leave it out to keep chunks of any age")
         return Limits(
             connections=self.max_connections,
-            chunk_bytes=self.max_chunk,
-            inflight_bytes=self.max_inflight,
+            chunk_bytes=max_chunk,
+            inflight_bytes=max_inflight,
             frame_timeout_s=self.frame_timeout,
             idle_timeout_s=self.idle_timeout,
         )
 
-    @property
-    def pin_limits(self) -> PinLimits:
-        """Raises BadInput that names the option."""
-        if self.max_pinned > self.memory:
-            raise BadInput(f"--max-pinned {self.max_pinned} is more than --memory {self.memory}")
-        return PinLimits(bytes=self.max_pinned, seconds=self.max_pin_time)
+    def pinned_bytes(self, settings: StoreSettings) -> int:
+        """Bound on what pins hold. Raises BadInput."""
+        if self.max_pinned is None:
+            return pinned_bytes_default(settings)
+        largest = 2 * pinned_bytes_default(settings)
+        if self.max_pinned > largest:
+            raise BadInput(f"--max-pinned {self.max_pinned} is more than the smaller of memory and disk, {largest}")
+        return self.max_pinned
+
+
+def chunk_bytes_max(settings: StoreSettings) -> int:
+    """Largest payload that some tier keeps."""
+    disk = 0 if settings.disk is None else settings.disk.capacity // 8
+    return max(settings.memory or 0, disk, 0 if settings.s3 is None else MAX_CHUNK_DEFAULT)
 
 
 def read_token(options: ServeOptions) -> str | None:

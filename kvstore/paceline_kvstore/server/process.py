@@ -8,11 +8,12 @@ import threading
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from paceline_kvstore.errors import KVStoreError
+from paceline_kvstore.opening import open_store
 from paceline_kvstore.server.admin import AdminServer
 from paceline_kvstore.server.node_server import NodeServer
-from paceline_kvstore.server.options import ServeOptions, Sockets, bind_sockets, read_token
+from paceline_kvstore.server.options import BadInput, ServeOptions, Sockets, bind_sockets, read_token
 from paceline_kvstore.server.store import NodeStore
-from paceline_kvstore.tiers.memory import MemoryTier
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +26,19 @@ def serve(options: ServeOptions) -> int:
 
     Raises BadInput with nothing left behind. To be called in the main thread.
     """
-    limits, pin_limits, token = options.limits, options.pin_limits, read_token(options)
+    settings = options.read_settings()
+    limits, pinned_bytes, token = options.limits(settings), options.pinned_bytes(settings), read_token(options)
     sockets = bind_sockets(options)
     # Before there are threads: all of them inherit it, and this one takes the signals when it is ready for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP, _DRAINED})
     try:
         disable_created_metrics()  # a second series for every counter that nobody queries
         registry = CollectorRegistry()
-        store = NodeStore(MemoryTier(options.memory), ttl=options.ttl, pin_limits=pin_limits)
+        try:
+            tiered = open_store(settings, pinned_bytes=pinned_bytes)
+        except KVStoreError as error:
+            raise BadInput(str(error)) from error
+        store = NodeStore(tiered, pin_seconds_max=options.max_pin_time)
         server = NodeServer(store, sockets.clients, registry, token=token, limits=limits)
         admin = AdminServer(sockets.admin, server, registry, token)
         try:
@@ -61,7 +67,10 @@ def _until_stopped(server: NodeServer, drain_timeout: float) -> int:
     second = signal.sigwait({*_STOP, _DRAINED})
     if second == _DRAINED:
         if not drained:
-            logger.warning("drain limit: ending %d connections that still work", server.num_connections)
+            logger.warning(
+                "drain limit: ending %d connections that still work; chunks that only memory has are lost",
+                server.num_connections,
+            )
         return 0 if drained else 1
     logger.warning("%s again: stopping now", signal.Signals(second).name)
     return 1 if server.num_connections else 0

@@ -1,26 +1,20 @@
-"""The tier that the node server shares, with what only a server adds: pins, a bound on age, and purges.
+"""The store that the node server shares, with what only a server adds: bounds on pins, where chunks are, purges.
 
-The protocol and the admin port both call this; neither touches the tier itself.
+The protocol and the admin port both call this. Chunks go in and out through `tier`.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 
-from paceline_kvstore.codec import Buffer
 from paceline_kvstore.keys import ChunkKey
-from paceline_kvstore.server.ledger import Ledger
-from paceline_kvstore.server.pins import PinLimits, Pins
-from paceline_kvstore.stats import TierStats
-from paceline_kvstore.tiers.base import FillableTier, Filling, Lease, Tier
+from paceline_kvstore.policy.chains import Chains
+from paceline_kvstore.tiered.store import PIN_SECONDS_MAX, PROBE_SECONDS, TieredStore
+from paceline_kvstore.tiered.tier import StoreTier
 
-ADMIN = b"admin"
-"""Owner of the pins that come from the admin port; they end only with their time."""
-_PRUNE_AT = 1024
+ADMIN = "admin"
+"""Holder of the pins that come from the admin port, unless it names another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,205 +25,100 @@ class Pinned:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Copies that are gone, and the tiers that failed meanwhile: what they had may still be there."""
+
+    count: int
+    incomplete: tuple[str, ...] = ()
+
+
 class NodeStore:
-    """A tier for many clients. Safe to call from several threads. `clock` gives seconds and never goes back."""
+    """A tiered store for many clients. Safe to call from several threads.
 
-    def __init__(
-        self,
-        tier: Tier,
-        *,
-        ttl: float | None = None,
-        pin_limits: PinLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.tier = tier
-        self._clock = clock
-        self._lock = Lock()
-        self._ledger = Ledger(ttl)
-        self._prune_at = _PRUNE_AT
-        self._pins = Pins(pin_limits or PinLimits())
-        self._sessions: Counter[bytes] = Counter()
-        self._expired = 0
+    pin_seconds_max: longest that one pin holds without being made again.
+    """
 
-    @property
-    def stats(self) -> TierStats:
-        """The tier's counts, with what the server let expire."""
-        stats = self.tier.stats
-        stats.expired += self._expired
-        return stats
+    def __init__(self, store: TieredStore, *, pin_seconds_max: float = 600.0) -> None:
+        self.tiered = store
+        self.tier = StoreTier(store)
+        self.pin_seconds_max = min(pin_seconds_max, PIN_SECONDS_MAX)
 
     @property
     def pinned(self) -> Pinned:
-        with self._lock:
-            return Pinned(len(self._pins), self._pins.num_bytes)
-
-    @property
-    def pin_seconds_max(self) -> float:
-        return self._pins.limits.seconds
-
-    def open_session(self, session: bytes) -> None:
-        """A connection of that session came."""
-        with self._lock:
-            self._sessions[session] += 1
-
-    def close_session(self, session: bytes) -> None:
-        """A connection of that session ended; the last one takes the session's pins with it."""
-        with self._lock:
-            self._sessions[session] -= 1
-            if self._sessions[session] <= 0:
-                del self._sessions[session]
-                self._pins.remove(session)
-
-    def lease(self, key: ChunkKey) -> Lease | None:
-        """As `Tier.lease`, unless the chunk is too old."""
-        self._expire_if_old(key)
-        return self.tier.lease(key)
-
-    def put(self, key: ChunkKey, payload: Buffer, *, parent: ChunkKey | None, tenant: str, durable: bool) -> bool:
-        """As `Tier.put`. A chunk that is there already keeps its age."""
-        self._expire_if_old(key)
-        there = self.tier.contains([key]) == 1
-        if not self.tier.put(key, payload, parent=parent, tenant=tenant, durable=durable):
-            return False
-        with self._lock:
-            if not (there and self._ledger.knows(key)):
-                self._ledger.add(key, parent, self._clock())
-        return True
-
-    def fill(self, key: ChunkKey, num_bytes: int, *, parent: ChunkKey | None, tenant: str) -> Filling | None:
-        """The tier's own memory to receive a chunk into, or None: where the tier has no such thing, has the chunk
-        already, or no room."""
-        self._expire_if_old(key)
-        if not isinstance(self.tier, FillableTier) or self.tier.contains([key]):
-            return None
-        filling = self.tier.fill(key, num_bytes, parent=parent, tenant=tenant)
-        if filling is None:
-            return None
-        keep = filling.keep
-
-        def keep_and_note(header: bytes) -> bool:
-            kept = keep(header)
-            with self._lock:
-                self._ledger.add(key, parent, self._clock())
-            return kept
-
-        return Filling(filling.buffer, keep_and_note)
-
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
-        """As `Tier.contains`; a chunk that is too old isn't there."""
-        count = self.tier.contains(keys)
-        with self._lock:
-            if self._ledger.ttl is None:
-                return count
-            now = self._clock()
-            return next((index for index in range(count) if self._ledger.is_expired(keys[index], now)), count)
-
-    def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Forget these chunks, pinned or not; how many there were."""
-        doomed = set(keys)
-        # The ledger first: whoever stores one of them meanwhile gets an entry that is not taken away again.
-        with self._lock:
-            for key in doomed:
-                self._ledger.forget(key)
-        count = sum(self.tier.delete(key) for key in doomed)
-        self._release_gone(doomed)
-        return count
-
-    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
-        """Forget the chunks of that namespace and tenant (None: of any), pinned or not; how many there were."""
-        count = self.tier.clear(namespace=namespace, tenant=tenant)
-        with self._lock:
-            pinned = self._pins.keys()
-        self._release_gone(pinned)
-        return count
-
-    def invalidate_chain(self, prefix: str) -> int:
-        """Forget the chunks whose chain hash, in hex, starts so, and all that follow them; how many there were."""
-        held = self.tier.keys()
-        found = [key for key in held if key.chain.hex().startswith(prefix)]
-        with self._lock:
-            doomed = self._ledger.with_descendants(found)
-        return self.delete(doomed)
-
-    def pin(self, owner: bytes, keys: Iterable[ChunkKey], seconds: float) -> int:
-        """Hold the leading chunks that are there for so long, at most `pin_seconds_max`; how many those are."""
-        held: list[ChunkKey] = []
-        for key in keys:
-            if not self._pin(owner, key, seconds):
-                break
-            held.append(key)
-        # A purge between lease and entry must not be outlived.
-        self._release_gone(set(held))
-        return len(held)
-
-    def unpin(self, owner: bytes, keys: Iterable[ChunkKey]) -> int:
-        """Let go of the owner's pins on these; how many there were."""
-        with self._lock:
-            return self._pins.remove(owner, keys)
+        now = self.tiered.clock()
+        return Pinned(self.tiered.pins.num_keys(now), self.tiered.pins.num_bytes(now))
 
     def is_pinned(self, key: ChunkKey) -> bool:
         """True while anybody holds it."""
-        with self._lock:
-            return self._pins.holds(key)
+        return self.tiered.pins.is_held(key, self.tiered.clock())
+
+    def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
+        """Hold chunks, those that come later too, instead of what the holder held, for at most `pin_seconds_max`.
+
+        How many leading ones are there and held.
+        """
+        held = self.tiered.pin(holder, keys, self._bounded(seconds))
+        # Looked at after they are held: what is there now stays.
+        return self.tier.contains(keys[:held])
+
+    def extend(self, holder: str, seconds: float) -> bool:
+        """Hold what the holder holds for so long from now; False if it holds nothing."""
+        return self.tiered.extend(holder, self._bounded(seconds))
+
+    def unpin(self, holder: str) -> bool:
+        """Let go; False if the holder held nothing."""
+        return self.tiered.unpin(holder)
+
+    def where(self, keys: Sequence[ChunkKey]) -> list[tuple[str, ...]]:
+        """The tiers that have each chunk. One that must be asked says how many leading keys it has."""
+        names: list[list[str]] = [[] for _ in keys]
+        for level in self.tiered.levels:
+            if level.options.is_indexed:
+                found = [level.has(key) for key in keys]
+            else:
+                count = level.probe(keys, PROBE_SECONDS)
+                found = [index < count or level.has(key) for index, key in enumerate(keys)]
+            for each, has in zip(names, found, strict=True):
+                each.extend([level.name] if has else [])
+        return [tuple(each) for each in names]
+
+    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> Removed:
+        """Forget the chunks of that namespace and tenant (None: of any) in all tiers, pinned or not."""
+        return self._removing(lambda: self.tier.clear(namespace=namespace, tenant=tenant))
+
+    def invalidate_chain(self, prefix: str) -> Removed:
+        """Forget the chunks whose chain hash, in hex, starts so, and all that are known to follow them.
+
+        Memory and disk know what follows what; S3 and a node server forget what is named here.
+        """
+        return self._removing(lambda: sum(map(self.tiered.delete, self._with_descendants(prefix))))
+
+    def drain(self, seconds: float) -> bool:
+        """Write what only memory has to the first tier that outlives the process; whether all of it is there."""
+        return self.tiered.drain(seconds)
 
     def sweep(self) -> None:
-        """Drop what is too old, pins whose time is over, and memories of chunks that are gone. Call it now and then."""
-        with self._lock:
-            now = self._clock()
-            self._pins.expire(now)
-            expired = self._ledger.expired(now)
-            crowded = len(self._ledger) >= self._prune_at
-        self._expire(expired)
-        if crowded:
-            held = set(self.tier.keys())
-            with self._lock:
-                self._ledger.prune(held, now)
-                self._prune_at = max(_PRUNE_AT, 2 * len(self._ledger))
-
-    def flush(self) -> bool:
-        return self.tier.flush()
+        """Drop what is too old. Call it now and then."""
+        self.tiered.expire()
 
     def close(self) -> None:
-        """Let go of all pins and close the tier."""
-        with self._lock:
-            self._pins.keep(lambda _key: False)
-        self.tier.close()
+        """Stop the store's threads and close its tiers."""
+        self.tiered.close()
 
-    def _pin(self, owner: bytes, key: ChunkKey, seconds: float) -> bool:
-        self._expire_if_old(key)
-        until = self._clock() + min(seconds, self._pins.limits.seconds)
-        with self._lock:
-            if self._pins.extend(owner, key, until):
-                return True
-        lease = self.tier.lease(key)
-        if lease is None:
-            return False
-        with self._lock:
-            # The pins of a session whose last connection has gone would stay until their time.
-            if (owner == ADMIN or owner in self._sessions) and self._pins.add(owner, key, lease, until):
-                return True
-        lease.release()
-        return False
+    def _bounded(self, seconds: float) -> float:
+        return min(seconds, self.pin_seconds_max)
 
-    def _expire_if_old(self, key: ChunkKey) -> None:
-        if self._ledger.ttl is None:
-            return
-        with self._lock:
-            expired = self._ledger.is_expired(key, self._clock())
-        if expired:
-            self._expire([key])
+    def _with_descendants(self, prefix: str) -> Iterable[ChunkKey]:
+        chains: Chains[ChunkKey] = Chains()
+        for key in self.tiered.keys():  # noqa: SIM118 -- a store is no mapping
+            parents = (level.parent(key) for level in self.tiered.levels)
+            chains.add(key, next((parent for parent in parents if parent is not None), None))
+        return chains.descendants(key for key in list(chains) if key.chain.hex().startswith(prefix))
 
-    def _expire(self, keys: list[ChunkKey]) -> None:
-        if keys:
-            count = self.delete(keys)
-            with self._lock:
-                self._expired += count
-
-    def _release_gone(self, keys: set[ChunkKey]) -> None:
-        """Pins must not keep the bytes of chunks that were forgotten."""
-        with self._lock:
-            held = {key for key in keys if self._pins.holds(key)}
-        gone = {key for key in held if self.tier.contains([key]) == 0}
-        if gone:
-            with self._lock:
-                self._pins.keep(lambda key: key not in gone)
+    def _removing(self, remove: Callable[[], int]) -> Removed:
+        before = [level.faults for level in self.tiered.levels]
+        count = remove()
+        # Another call's fault counts as well: better asked once more than left behind.
+        levels = zip(self.tiered.levels, before, strict=True)
+        return Removed(count, tuple(level.name for level, faults in levels if level.faults != faults))

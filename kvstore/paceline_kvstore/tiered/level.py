@@ -9,18 +9,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from threading import Lock
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar
 
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.admission import SecondOffer
 from paceline_kvstore.policy.estimate import Prior, Quantiles, TransferTime
+from paceline_kvstore.policy.eviction import nothing_spared
 from paceline_kvstore.policy.ghost import GhostList
 from paceline_kvstore.policy.quotas import Quotas
 from paceline_kvstore.policy.reuse import Source
 from paceline_kvstore.policy.tenants import TenantChunks
 from paceline_kvstore.tiered.pool import PoolLimits, WorkPool
-from paceline_kvstore.tiers.base import Lease, Listener, Observable, Tier, Traceable, layer
+from paceline_kvstore.tiers.base import (
+    FillableTier,
+    Filling,
+    Indexed,
+    Lease,
+    Listener,
+    Observable,
+    Tier,
+    Traceable,
+    layer,
+)
+from paceline_kvstore.tiers.guarded import GuardedTier
 
 MIB = 1 << 20
 NAMES_REMEMBERED = 65_536
@@ -37,9 +49,8 @@ class LevelOptions:
     """How a store uses a tier. Sizes in bytes.
 
     is_immediate: reads cost no I/O, so that the caller makes them itself. is_indexed: `contains` answers from this
-    process's memory; else the tier must be asked in the background.
-    is_durable: chunks outlive the process. needs_second_offer: see `SecondOffer`. takes_deadline: `lease` and
-    `contains` have a `deadline` argument. quotas: bytes by tenant, default_quota: for the others. prior: what reads are
+    process's memory; else the tier must be asked in the background. is_durable: chunks outlive the process.
+    needs_second_offer: see `SecondOffer`. quotas: bytes by tenant, default_quota: for the others. prior: what reads are
     taken to cost at first. ttl_s: longest life, for a tier that tells of changes and has no bound of its own.
     """
 
@@ -48,7 +59,6 @@ class LevelOptions:
     is_indexed: bool = True
     is_durable: bool = False
     needs_second_offer: bool = False
-    takes_deadline: bool = False
     readers: int = 4
     writers: int = 2
     read_jobs: int = 4096
@@ -88,27 +98,31 @@ class LevelCounts:
     probes_refused: int = 0
 
 
-class _TimedTier(Protocol):
-    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None: ...
-    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int: ...
-
-
 class Level:
     """Never raises for what a tier does. `reads` and `writes` are apart, so that reads never wait behind writes."""
 
-    def __init__(self, tier: Tier, options: LevelOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        options: LevelOptions,
+        clock: Callable[[], float] = time.monotonic,
+        spared: Callable[[ChunkKey], bool] = nothing_spared,
+    ) -> None:
+        """spared: chunks that a tenant's quota does not take, either."""
         self.tier = tier
         self.options = options
         self.name = options.name
-        self.tenants: TenantChunks[ChunkKey] = TenantChunks(Quotas(options.default_quota, options.quotas))
+        self.tenants: TenantChunks[ChunkKey] = TenantChunks(Quotas(options.default_quota, options.quotas), spared)
         name = f"kv-{options.name}"
         reads = PoolLimits(options.readers, options.read_jobs, 1 << 62, options.read_bytes)
         writes = PoolLimits(options.writers, options.read_jobs, options.write_bytes, options.write_bytes)
         self.reads = WorkPool(f"{name}-read", reads)
         self.writes = WorkPool(f"{name}-write", writes)
-        self._timed = cast(_TimedTier, tier) if options.takes_deadline else None
         self._observed = layer(tier, Observable)
         self._traced = layer(tier, Traceable)
+        self._indexed = layer(tier, Indexed)
+        # Not one inside a wrapper: what is received into its memory would not be sealed.
+        self._fillable = tier if isinstance(tier, FillableTier) else None
         self._listener: Listener | None = None
         self._clock = clock
         self._lock = Lock()
@@ -129,15 +143,16 @@ class Level:
             wanted = listener is not None or has_bounds
             self._observed.listener = self._changed if wanted else None
 
-    def expire(self) -> None:
-        """Delete the chunks that came longer than `ttl_s` ago. Quick while there is none."""
+    def expire(self) -> list[ChunkKey]:
+        """Delete the chunks that came longer than `ttl_s` ago, and say which. Quick while there is none."""
         if self.options.ttl_s is None:
-            return
+            return []
         oldest = self._clock() - self.options.ttl_s
         with self._lock:
             old = list(takewhile(lambda key: self._born[key] <= oldest, self._born))
         for key in old:
             self.count(expired=self.delete(key))
+        return old
 
     def has(self, key: ChunkKey) -> bool:
         """Whether the chunk is there, as far as is known without asking. Does not wait."""
@@ -156,10 +171,7 @@ class Level:
     def probe(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
         """How many leading keys are there. May take until the deadline where the tier takes one."""
         self.count(probes=1)
-        timed = self._timed
-        found = self._call(
-            lambda: self.tier.contains(keys) if timed is None else timed.contains(keys, deadline=deadline_s), 0
-        )
+        found = self._call(lambda: self.tier.contains(keys, deadline=deadline_s), 0)
         if not self.options.is_indexed:
             with self._lock:
                 for key in keys[:found]:
@@ -170,32 +182,53 @@ class Level:
 
     def read(self, key: ChunkKey, deadline_s: float) -> memoryview | None:
         """The payload, valid as long as it is referenced, or None."""
+        lease = self.lease(key, deadline_s)
+        return None if lease is None else lease.payload
+
+    def lease(self, key: ChunkKey, deadline_s: float) -> Lease | None:
+        """A read, as the tier answers it."""
         begun = self._clock()
-        timed = self._timed
-        lease = self._call(
-            lambda: self.tier.lease(key) if timed is None else timed.lease(key, deadline=deadline_s), None
-        )
+        lease = self._call(lambda: self.tier.lease(key, deadline=deadline_s), None)
         now = self._clock()
         if lease is None:
             with self._lock:
                 self._counts.misses += 1
                 self._known.discard(key)
             return None
-        payload = lease.payload
-        self._read(payload.nbytes, now - begun, now)
+        self._read(lease.payload.nbytes, now - begun, now)
         self.tenants.touch(key)
-        return payload
+        return lease
 
     def write(self, key: ChunkKey, payload: Buffer, parent: ChunkKey | None, tenant: str, *, durable: bool) -> bool:
         """Put the chunk within the tenant's quota; whether it was kept."""
-        num_bytes = memoryview(payload).nbytes
+
+        def put() -> bool:
+            return self.tier.put(key, payload, parent=parent, tenant=tenant, durable=durable)
+
+        return self._keep(key, memoryview(payload).nbytes, parent, tenant, put)
+
+    def fill(self, key: ChunkKey, num_bytes: int, parent: ChunkKey | None, tenant: str) -> Filling | None:
+        """The tier's own memory to receive a chunk into; None where it has none, or none to spare, or has the chunk."""
+        tier = self._fillable
+        if tier is None:
+            return None
+        filling = self._call(lambda: tier.fill(key, num_bytes, parent=parent, tenant=tenant), None)
+        if filling is None:
+            return None
+
+        def keep(header: bytes) -> bool:
+            return self._keep(key, num_bytes, parent, tenant, lambda: filling.keep(header))
+
+        return Filling(filling.buffer, keep)
+
+    def _keep(
+        self, key: ChunkKey, num_bytes: int, parent: ChunkKey | None, tenant: str, put: Callable[[], bool]
+    ) -> bool:
+        """Have the tier take a chunk within its tenant's quota; whether it did."""
         fits, victims = self.tenants.reserve(tenant, key, num_bytes, parent)
         for victim in victims:
             self.delete(victim)
-        kept = fits and self._call(
-            lambda: self.tier.put(key, payload, parent=parent, tenant=tenant, durable=durable), False
-        )
-        if not kept:
+        if not (fits and self._call(put, False)):
             self.tenants.remove(key)
             self.count(refused=1)
             return False
@@ -219,6 +252,20 @@ class Level:
     def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None:
         """The parent and the tenant that a chunk was put with, if the tier has it and remembers."""
         return None if self._traced is None else self._traced.origin(key)
+
+    def payload_bytes(self, key: ChunkKey) -> int | None:
+        """Size of a chunk that the tier has, where it knows without reading."""
+        return None if self._indexed is None else self._indexed.payload_bytes(key)
+
+    def parent(self, key: ChunkKey) -> ChunkKey | None:
+        """What the chunk follows, where the tier knows."""
+        return None if self._indexed is None else self._indexed.parent(key)
+
+    @property
+    def faults(self) -> int:
+        """Counts calls of the tier that failed, or that its breaker refused."""
+        guarded = layer(self.tier, GuardedTier)
+        return self.tier.stats.errors + self.counts.errors + (0 if guarded is None else guarded.faults)
 
     def clear(self, namespace: bytes | None, tenant: str | None) -> int:
         with self._lock:

@@ -26,7 +26,7 @@ from paceline_kvstore.tiered.level import Level
 from paceline_kvstore.tiered.lookup import Lookup, Plan, Planned
 from paceline_kvstore.tiered.pool import Job
 from paceline_kvstore.tiered.writes import Chunk, WriteBehind
-from paceline_kvstore.tiers.base import Lease
+from paceline_kvstore.tiers.base import Pinning, layer
 
 PROBE_SECONDS = 2.0
 """How long a level may take to answer a lookup."""
@@ -70,11 +70,10 @@ class TieredStore:
         self.leases = LeaseCount()
         self.writes = WriteBehind()
         self.pins: Holds[ChunkKey] = Holds(PINS_MAX) if pins is None else pins
-        self._clock = clock
+        self.clock = clock
         self._lock = Lock()
+        self._pinning = Lock()
         self._regret = Regret()
-        self._held: dict[ChunkKey, Lease] = {}
-        self._look_at_pins_at = 0.0
         self._takes_offers = True
         self._is_closed = False
         for level in levels:
@@ -85,7 +84,7 @@ class TieredStore:
 
         Levels with an index have answered when it returns; the others are asked in the background (`is_pending`).
         """
-        self._expire()
+        self.expire()
         keys = tuple(keys) if self.mode is not ReuseMode.NEVER and not self._is_closed else ()
         known: list[Level] = []
         for key in keys:
@@ -134,7 +133,7 @@ class TieredStore:
         tenant: whose chunks they are, for the levels that get copies.
         """
         keys = [chunk.key for chunk in plan.chunks]
-        fetch = Fetch(keys, self._clock() + deadline_s, self.leases, self._clock)
+        fetch = Fetch(keys, self.clock() + deadline_s, self.leases, self.clock)
         for index, planned in enumerate(plan.chunks):
             if not fetch.wants(index):
                 break
@@ -149,8 +148,9 @@ class TieredStore:
         """
         if not self._takes_offers:
             return False
-        self._expire()
+        self.expire()
         chunk = Chunk(key, codec.as_bytes(payload).toreadonly(), parent, tenant)
+        self.pins.arrived(key, chunk.payload.nbytes)
         taken = self.writes.find(key) is not None
         for level in self.levels:
             if level.has(key):
@@ -159,35 +159,39 @@ class TieredStore:
                 taken |= self.writes.submit(level, chunk)
         return taken
 
-    def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        """Keep chunks where they are for a while, as far as they are in memory or on disk; False if too many are kept.
+    def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
+        """Keep chunks in memory and on disk for a while, those on their way too, instead of what the holder kept.
 
-        They are held instead of what the holder held before. ValueError for seconds out of range.
+        How many leading keys that is: fewer than all where too many are kept, or too many bytes. A node server is told
+        behind the caller's back (`flush` waits for it); in S3 nothing is evicted, its own time to live is enough.
+        ValueError for seconds out of range.
         """
         if not 0 < seconds <= PIN_SECONDS_MAX:
             raise ValueError(f"a pin lasts for more than 0 and up to {PIN_SECONDS_MAX:.0f} seconds, not {seconds}")
-        now = self._clock()
-        if not self.pins.hold(holder, keys, now, now + seconds):
-            return False
-        for level in self.levels:
-            for key in keys if level.options.is_immediate else ():
-                lease = level.tier.lease(key) if level.has(key) else None
-                if lease is not None:
-                    self._hold(key, lease)
-        self._let_go()
-        return True
+        now = self.clock()
+        count = self.pins.hold(holder, {key: self._payload_bytes(key) for key in keys}, now, now + seconds)
+        self._pass_on(holder)
+        return count
+
+    def extend(self, holder: str, seconds: float) -> bool:
+        """Let a pin last for so long from now; False if it had ended. ValueError for seconds out of range."""
+        if not 0 < seconds <= PIN_SECONDS_MAX:
+            raise ValueError(f"a pin lasts for more than 0 and up to {PIN_SECONDS_MAX:.0f} seconds, not {seconds}")
+        now = self.clock()
+        was_held = self.pins.extend(holder, now, now + seconds)
+        self._pass_on(holder)
+        return was_held
 
     def unpin(self, holder: str) -> bool:
         """End a pin; False if it had ended already."""
         was_held = self.pins.release(holder)
-        self._let_go()
+        self._pass_on(holder)
         return was_held
 
     def delete(self, key: ChunkKey) -> bool:
         """Forget a chunk everywhere; whether it was anywhere. Waits for the levels."""
         withdrawn = self.writes.withdraw(lambda chunk: chunk.key == key, time.monotonic() + CLEAR_SECONDS)
-        with self._lock:
-            self._held.pop(key, None)
+        self.pins.discard([key])
         return withdrawn + sum(level.delete(key) for level in self.levels) > 0
 
     def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
@@ -200,7 +204,10 @@ class TieredStore:
             return namespace in (None, chunk.key.namespace) and tenant in (None, chunk.tenant)
 
         self.writes.withdraw(is_meant, time.monotonic() + CLEAR_SECONDS)
-        return sum(level.clear(namespace, tenant) for level in self.levels)
+        pinned = [key for key in self.pins.keys(self.clock()) if self._find(key) is not None]
+        count = sum(level.clear(namespace, tenant) for level in self.levels)
+        self._forget_pins(pinned)
+        return count
 
     def keys(self) -> Iterator[ChunkKey]:
         """The keys held anywhere, each once, in no order. Waits for levels that must be asked."""
@@ -226,8 +233,6 @@ class TieredStore:
                 return True
             self._is_closed = True
         self._takes_offers = False
-        with self._lock:
-            self._held.clear()
         until = time.monotonic() + seconds
         return sum(level.close(until) for level in self.levels) == len(self.levels)
 
@@ -243,16 +248,22 @@ class TieredStore:
 
     def spread(self, source: Level, chunk: Chunk, epoch: int | None = None) -> None:
         """A chunk that was used goes up, and down as by an offer. epoch: `writes.epoch` from before it was read."""
-        if not self._takes_offers:
-            return
         is_above = True
-        for level in self.levels:
+        for level in self.levels if self._takes_offers else ():
             if level is source:
                 is_above = False
             elif not level.has(chunk.key) and level.admits(chunk.key):
                 view = replace(chunk, payload=memoryview(chunk.payload))
+                self.pins.arrived(chunk.key, view.payload.nbytes)
                 if self.writes.submit(level, view, epoch):
                     level.count(**{"promoted" if is_above else "demoted": 1})
+
+    def expire(self) -> None:
+        """Delete the chunks whose time is over. Quick while there are none."""
+        for level in self.levels:
+            old = level.expire()
+            if old:
+                self._forget_pins(old)
 
     def _find(self, key: ChunkKey) -> Level | None:
         """The first level that has the chunk, as far as is known at once; one on its way is as good as in the first."""
@@ -298,39 +309,48 @@ class TieredStore:
         """In a reader's thread."""
         if not fetch.wants(index):
             return
-        payload = level.read(chunk.key, fetch.until - self._clock())
+        payload = level.read(chunk.key, fetch.until - self.clock())
         if payload is None:
             other = self._find(chunk.key)
             if other is not None and other is not level:
-                level, payload = other, other.read(chunk.key, fetch.until - self._clock())
+                level, payload = other, other.read(chunk.key, fetch.until - self.clock())
         if not fetch.deliver(index, payload) and payload is not None:
             level.count(late=1)
         if payload is not None:
             self.spread(level, replace(chunk, payload=payload), epoch)
 
-    def _hold(self, key: ChunkKey, lease: Lease) -> None:
-        with self._lock:
-            if key in self._held:
-                lease.release()
-            else:
-                self._held[key] = lease
+    def _payload_bytes(self, key: ChunkKey) -> int:
+        """Size of a chunk that is in memory, on disk or on its way; 0 where it is not known."""
+        staged = self.writes.find(key)
+        if staged is not None:
+            return staged.nbytes
+        return next((size for level in self.levels if (size := level.payload_bytes(key)) is not None), 0)
 
-    def _expire(self) -> None:
-        """End pins and chunks whose time is over."""
+    def _pass_on(self, holder: str) -> None:
+        """Have the tiers that hold chunks for others do as this store does."""
         for level in self.levels:
-            level.expire()
-        # Once a second is enough, for each look is one at every chunk that is held.
-        if self._held and self._clock() >= self._look_at_pins_at:
-            self._look_at_pins_at = self._clock() + 1.0
-            self._let_go()
+            tier = layer(level.tier, Pinning)
+            if tier is None:
+                continue
+            job = Job(lambda tier=tier: self._tell(tier, holder), lambda: None, 0)
+            if not level.writes.submit(job):
+                level.count(dropped=1)
 
-    def _let_go(self) -> None:
-        now = self._clock()
-        with self._lock:
-            ended = [key for key in self._held if not self.pins.is_held(key, now)]
-            leases = [self._held.pop(key) for key in ended]
-        for lease in leases:
-            lease.release()
+    def _tell(self, tier: Pinning, holder: str) -> None:
+        # What holds now, not when the job was made: whoever comes last has the last word.
+        with self._pinning:
+            now = self.clock()
+            held = self.pins.of(holder, now)
+            if held is None:
+                tier.unpin(holder)
+            else:
+                tier.pin(holder, held.keys, held.until - now)
+
+    def _forget_pins(self, keys: Sequence[ChunkKey]) -> None:
+        """Of chunks that are gone."""
+        gone = [key for key in keys if self._find(key) is None]
+        if gone:
+            self.pins.discard(gone)
 
 
 def _listener(name: str, on_event: Callable[[ChunkEvent], None] | None) -> Callable[[ChunkKey, bool], None] | None:

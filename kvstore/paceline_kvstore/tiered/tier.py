@@ -12,11 +12,14 @@ from paceline_kvstore.stats import TierStats
 from paceline_kvstore.tiered.level import Level
 from paceline_kvstore.tiered.store import FETCH_SECONDS, PROBE_SECONDS, TieredStore
 from paceline_kvstore.tiered.writes import Chunk
-from paceline_kvstore.tiers.base import Lease
+from paceline_kvstore.tiers.base import Filling, Lease
 
 
 class StoreTier:
-    """Implements `Tier`. Promotion and demotion go on behind the caller's back, as in the store itself."""
+    """Implements `Tier`. Promotion and demotion go on behind the caller's back, as in the store itself.
+
+    A chunk in a first level that is memory is received and handed out without a copy.
+    """
 
     def __init__(self, store: TieredStore) -> None:
         self.store = store
@@ -33,23 +36,43 @@ class StoreTier:
         durable: bool = False,
     ) -> bool:
         """Keep a copy in the first level, or with `durable` in the first durable one; below, by second offer."""
+        self.store.expire()
         levels = [level for level in self.store.levels if level.options.is_durable or not durable]
         view = codec.as_bytes(payload)
+        self.store.pins.arrived(key, len(view))
         kept = bool(levels) and levels[0].write(key, view, parent, tenant, durable=durable)
         self._count(kept, "puts", "refused")
         if kept and not durable:
-            lease = levels[0].tier.lease(key) if levels[0].options.is_immediate else None
-            if lease is not None:
-                self.store.spread(levels[0], Chunk(key, lease.payload, parent, tenant))
+            self._spread_down(key, parent, tenant)
         return kept
 
-    def get(self, key: ChunkKey) -> memoryview | None:
-        payload = self._find(key)
-        self._count(payload is not None, "hits", "misses")
-        return payload
+    def fill(
+        self, key: ChunkKey, num_bytes: int, *, parent: ChunkKey | None = None, tenant: str = ""
+    ) -> Filling | None:
+        """Implements `FillableTier`: room in the first level, if that is memory."""
+        self.store.expire()
+        filling = self.store.levels[0].fill(key, num_bytes, parent, tenant)
+        if filling is None:
+            return None
+        inner = filling.keep
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
-        payload = self.get(key)
+        def keep(header: bytes) -> bool:
+            self.store.pins.arrived(key, num_bytes)
+            kept = inner(header)
+            self._count(kept, "puts", "refused")
+            if kept:
+                self._spread_down(key, parent, tenant)
+            return kept
+
+        return Filling(filling.buffer, keep)
+
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
+        lease = self._find(key, deadline)
+        self._count(lease is not None, "hits", "misses")
+        return None if lease is None else lease.payload
+
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
+        payload = self.get(key, deadline=deadline)
         if payload is None:
             return None
         view = codec.as_bytes(target)
@@ -58,17 +81,20 @@ class StoreTier:
         view[: len(payload)] = payload
         return len(payload)
 
-    def lease(self, key: ChunkKey) -> Lease | None:
-        payload = self.get(key)
-        return None if payload is None else self.store.leases.lend(payload)
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
+        lease = self._find(key, deadline)
+        self._count(lease is not None, "hits", "misses")
+        return None if lease is None else self.store.leases.lend(lease.payload, lease.header)
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
+        self.store.expire()
         known = 0
         while known < len(keys) and self._has(keys[known]):
             known += 1
         rest = keys[known:]
+        seconds = PROBE_SECONDS if deadline is None else min(deadline, PROBE_SECONDS)
         asked = (level for level in self.store.levels if rest and not level.options.is_indexed)
-        return known + max((level.probe(rest, PROBE_SECONDS) for level in asked), default=0)
+        return known + max((level.probe(rest, seconds) for level in asked), default=0)
 
     def delete(self, key: ChunkKey) -> bool:
         return self.store.delete(key)
@@ -114,22 +140,37 @@ class StoreTier:
             return True
         return any(level.options.is_indexed and level.has(key) for level in self.store.levels)
 
-    def _find(self, key: ChunkKey) -> memoryview | None:
+    def _find(self, key: ChunkKey, deadline: float | None) -> Lease | None:
+        """From the first level that has it, in the time that there is for it."""
+        self.store.expire()
         staged = self.store.writes.find(key)
         if staged is not None:
-            return staged
+            return Lease(memoryview(staged))
         epoch = self.store.writes.epoch
+        seconds = FETCH_SECONDS if deadline is None else min(deadline, FETCH_SECONDS)
+        until = self.store.clock() + seconds
         for level in self.store.levels:
-            if level.options.is_indexed and not level.has(key):
+            options = level.options
+            # To look into memory is to read it; elsewhere a look spares a read.
+            if options.is_indexed and not options.is_immediate and not level.has(key):
                 continue
-            payload = level.read(key, FETCH_SECONDS)
-            if payload is not None:
-                self._spread(level, key, payload, epoch)
-                return payload
+            lease = level.lease(key, max(0.0, until - self.store.clock()))
+            if lease is not None:
+                self._spread(level, key, lease.payload, epoch)
+                return lease
         return None
+
+    def _spread_down(self, key: ChunkKey, parent: ChunkKey | None, tenant: str) -> None:
+        """What was put into memory goes on from there: the caller's buffer may change."""
+        first, *others = self.store.levels
+        lease = first.tier.lease(key) if others and first.options.is_immediate else None
+        if lease is not None:
+            self.store.spread(first, Chunk(key, lease.payload, parent, tenant))
 
     def _spread(self, level: Level, key: ChunkKey, payload: memoryview, epoch: int) -> None:
         """Only where the owner is known: a copy without it would outlive the tenant's purge."""
+        if len(self.store.levels) == 1:
+            return
         origin = level.origin(key)
         if origin is not None:
             self.store.spread(level, Chunk(key, payload, *origin), epoch)

@@ -81,6 +81,31 @@ class Observable(Protocol):
 
 
 @runtime_checkable
+class Indexed(Protocol):
+    """A tier that knows about its chunks without reading them."""
+
+    def payload_bytes(self, key: ChunkKey) -> int | None: ...
+    def parent(self, key: ChunkKey) -> ChunkKey | None: ...
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """A tier elsewhere that holds chunks for whoever asks, by name: other processes may prolong or end it."""
+
+    def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
+        """Hold chunks, instead of what the holder held; how many leading ones are there and held."""
+        ...
+
+    def extend(self, holder: str, seconds: float) -> bool:
+        """Hold them for so long from now; False if the holder holds nothing."""
+        ...
+
+    def unpin(self, holder: str) -> bool:
+        """Let go; False if the holder held nothing."""
+        ...
+
+
+@runtime_checkable
 class Traceable(Protocol):
     """A tier that remembers the parent and the tenant that its chunks were put with."""
 
@@ -104,6 +129,9 @@ class Tier(Protocol):
 
     No method raises for a fault of the place itself (I/O error, full disk, timeout): reads answer a miss, writes
     "not kept", and `stats.errors` counts. A ValueError is the caller's mistake.
+
+    deadline: seconds after which the caller has no use for an answer; None: the tier's own limit. A tier that asks
+    others gives up then; memory and disks answer when they can.
     """
 
     def put(
@@ -123,25 +151,25 @@ class Tier(Protocol):
         """
         ...
 
-    def get(self, key: ChunkKey) -> memoryview | None:
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
         """The verified payload, read-only and valid as long as it is referenced, or None.
 
         A bad chunk is dropped, counted in `stats.corrupt`, and is a miss.
         """
         ...
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
         """Copy the payload to the front of `target`; its bytes, or None for a miss (`target` may then be garbage).
 
         Payloads from outside this process are verified. ValueError if `target` is smaller than the payload.
         """
         ...
 
-    def lease(self, key: ChunkKey) -> Lease | None:
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
         """The payload without a copy where the tier has it in memory, or None. Verified as in `read_into`."""
         ...
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
         """How many leading keys are there, up to the first that is not: a prefix lookup. No promise that they stay."""
         ...
 

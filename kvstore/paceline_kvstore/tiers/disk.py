@@ -15,6 +15,7 @@ from paceline_kvstore.arena import Arena, Bytes, pages
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.disk.blockio import supports_direct
 from paceline_kvstore.disk.catalog import Catalog, Clocks, Place
+from paceline_kvstore.disk.index import NONE
 from paceline_kvstore.disk.record import NO_PARENT, PAYLOAD_MAX, Record, record_bytes, tenant_digest
 from paceline_kvstore.disk.recovery import lock_folder, recover
 from paceline_kvstore.disk.writer import Writer
@@ -155,11 +156,11 @@ class DiskTier:
         )
         return self._writer.append(record, source, durable=durable) or self._refused()
 
-    def get(self, key: ChunkKey) -> memoryview | None:
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
         target = self._read(key, self._buffer)
         return None if target is None else target.data.toreadonly()
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
         """Aligned to 4 KiB, `target` is filled by the device itself; otherwise by a copy."""
         view: Bytes = np.frombuffer(codec.as_bytes(target), dtype=np.uint8)
 
@@ -171,11 +172,11 @@ class DiskTier:
         payload = self._read(key, part)
         return None if payload is None else len(payload)
 
-    def lease(self, key: ChunkKey) -> Lease | None:
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
         payload = self.get(key)
         return None if payload is None else Lease(payload)
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
         for index, key in enumerate(keys):
             wire = key.to_bytes()
             with self._catalog.lock:
@@ -216,6 +217,20 @@ class DiskTier:
                 wire = index.key(slot) if index.segment[slot] else None
             if wire is not None:
                 yield ChunkKey.from_bytes(wire)
+
+    def payload_bytes(self, key: ChunkKey) -> int | None:
+        """Size of a chunk's payload, None if it is not held."""
+        with self._catalog.lock:
+            slot = self._catalog.find(key.to_bytes())
+            return self._catalog.index.payload_bytes[slot] if slot else None
+
+    def parent(self, key: ChunkKey) -> ChunkKey | None:
+        """The chunk before this one in its chain, where both are held."""
+        index = self._catalog.index
+        with self._catalog.lock:
+            slot = self._catalog.find(key.to_bytes())
+            above = index.parent[slot] if slot else NONE
+            return ChunkKey.from_bytes(index.key(above)) if above else None
 
     def flush(self) -> bool:
         return not self._closed and self._writer.flush()

@@ -66,12 +66,12 @@ class EncodedTier:
             return False
         return self.tier.put(key, encoded, parent=parent, tenant=tenant, durable=durable)
 
-    def get(self, key: ChunkKey) -> memoryview | None:
-        encoded = self.tier.get(key)
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
+        encoded = self.tier.get(key, deadline=deadline)
         return None if encoded is None else self._decode(key, encoded)
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
-        payload = self.get(key)
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
+        payload = self.get(key, deadline=deadline)
         if payload is None:
             return None
         view = codec.as_bytes(target)
@@ -80,12 +80,12 @@ class EncodedTier:
         view[: len(payload)] = payload
         return len(payload)
 
-    def lease(self, key: ChunkKey) -> Lease | None:
-        payload = self.get(key)
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
+        payload = self.get(key, deadline=deadline)
         return None if payload is None else Lease(payload)
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
-        return self.tier.contains(keys)
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
+        return self.tier.contains(keys, deadline=deadline)
 
     def delete(self, key: ChunkKey) -> bool:
         return self.tier.delete(key)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from paceline_kvstore.breaker import Breaker, BreakerLimits, Outcome
 from paceline_kvstore.codec import Buffer
@@ -20,16 +20,6 @@ from paceline_kvstore.tiers.base import Lease, Tier
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
-
-
-@runtime_checkable
-class TimedTier(Protocol):
-    """A tier whose reads can be given the seconds that are left for them; None means its own `read_deadline`."""
-
-    @property
-    def read_deadline(self) -> float: ...
-    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None: ...
-    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int: ...
 
 
 class GuardedTier:
@@ -43,11 +33,11 @@ class GuardedTier:
         self, tier: Tier, limits: BreakerLimits | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.tier = tier
-        self._timed: TimedTier | None = tier if isinstance(tier, TimedTier) else None
         self.reads = Breaker(limits)
         self.writes = Breaker(limits)
         self._clock = clock
         self._lock = Lock()
+        self._failed = 0
 
     def put(
         self,
@@ -65,42 +55,16 @@ class GuardedTier:
         return self._guard(self.writes, call, False, is_timed=not durable)
 
     def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
-        """As `Tier.get`; given up after `deadline` seconds where the tier can."""
-
-        def call() -> memoryview | None:
-            return self.tier.get(key) if self._timed is None else self._timed.get(key, deadline=deadline)
-
-        return self._guard(self.reads, call, None)
+        return self._guard(self.reads, lambda: self.tier.get(key, deadline=deadline), None)
 
     def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
-        """As `Tier.read_into`; given up after `deadline` seconds where the tier can."""
-
-        def call() -> int | None:
-            if self._timed is None:
-                return self.tier.read_into(key, target)
-            payload = self._timed.get(key, deadline=deadline)
-            return None if payload is None else copy_into(target, payload)
-
-        return self._guard(self.reads, call, None)
+        return self._guard(self.reads, lambda: self.tier.read_into(key, target, deadline=deadline), None)
 
     def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
-        """As `Tier.lease`; given up after `deadline` seconds where the tier can."""
-
-        def call() -> Lease | None:
-            if self._timed is None:
-                return self.tier.lease(key)
-            payload = self._timed.get(key, deadline=deadline)
-            return None if payload is None else Lease(payload)
-
-        return self._guard(self.reads, call, None)
+        return self._guard(self.reads, lambda: self.tier.lease(key, deadline=deadline), None)
 
     def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
-        """As `Tier.contains`; given up after `deadline` seconds where the tier can."""
-
-        def call() -> int:
-            return self.tier.contains(keys) if self._timed is None else self._timed.contains(keys, deadline=deadline)
-
-        return self._guard(self.reads, call, 0)
+        return self._guard(self.reads, lambda: self.tier.contains(keys, deadline=deadline), 0)
 
     def delete(self, key: ChunkKey) -> bool:
         return self._guard(self.writes, lambda: self.tier.delete(key), False)
@@ -130,6 +94,12 @@ class GuardedTier:
     def capacity(self) -> int:
         return self.tier.capacity
 
+    @property
+    def faults(self) -> int:
+        """Counts calls that failed or that a breaker refused: their answers say nothing of the place."""
+        with self._lock:
+            return self._failed + self.reads.refused + self.writes.refused
+
     def _guard(
         self, breaker: Breaker, call: Callable[[], _Answer], otherwise: _Answer, *, is_timed: bool = True
     ) -> _Answer:
@@ -148,6 +118,7 @@ class GuardedTier:
         finally:
             now = self._clock()
             with self._lock:
+                self._failed += outcome is not Outcome.OK
                 before = breaker.state
                 breaker.record(ticket, outcome, now - begun if is_timed else 0.0, now)
                 if breaker.state is not before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -14,7 +14,7 @@ from paceline_kvstore.arena import Allocator, Arena, Bytes, map_memory, pages
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.errors import CorruptChunk, KVStoreError
 from paceline_kvstore.keys import ChunkKey
-from paceline_kvstore.policy.eviction import Eviction, S3Fifo
+from paceline_kvstore.policy.eviction import Eviction, S3Fifo, nothing_spared
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.stats import TierStats
 from paceline_kvstore.tiers.base import Filling, Lease, Listener
@@ -39,11 +39,16 @@ class MemoryTier:
     `capacity` bounds the payloads' pages, also of chunks that are gone while somebody still reads them; Python's
     bookkeeping (about 1 KiB a chunk) comes on top. The checksum is made when a chunk comes in, and `get` checks it;
     `lease` and `read_into` trust this process's memory. `allocate` makes the arena's memory: pinned, where a device
-    reads it. `eviction` decides what goes; S3-FIFO by default.
+    reads it. `eviction` decides what goes; S3-FIFO by default. `spared`: chunks that must stay.
     """
 
     def __init__(
-        self, capacity_bytes: int, allocate: Allocator = map_memory, eviction: Eviction[ChunkKey] | None = None
+        self,
+        capacity_bytes: int,
+        allocate: Allocator = map_memory,
+        eviction: Eviction[ChunkKey] | None = None,
+        *,
+        spared: Callable[[ChunkKey], bool] = nothing_spared,
     ) -> None:
         if capacity_bytes < 0:
             raise ValueError(f"capacity must not be negative, it is {capacity_bytes} bytes")
@@ -52,6 +57,7 @@ class MemoryTier:
         self._capacity = capacity_bytes
         self._arena = Arena(capacity_bytes, allocate)
         self._eviction: Eviction[ChunkKey] = S3Fifo() if eviction is None else eviction
+        self._spared = spared
         self._stats = TierStats()
         self._lock = Lock()
         self._chunks: dict[ChunkKey, _Chunk] = {}
@@ -125,7 +131,7 @@ class MemoryTier:
                 return None
         return Filling(target.data, lambda header: self._publish(key, _Chunk(header, target, tenant, parent), parent))
 
-    def get(self, key: ChunkKey) -> memoryview | None:
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
         """The payload in place, after its checksum was compared. The view keeps the memory after eviction."""
         chunk = self._find(key)
         if chunk is None:
@@ -137,7 +143,7 @@ class MemoryTier:
             return None
         return chunk.payload.data.toreadonly()
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
         chunk = self._find(key)
         if chunk is None:
             return None
@@ -148,11 +154,11 @@ class MemoryTier:
         np.copyto(view[:size], chunk.payload)
         return size
 
-    def lease(self, key: ChunkKey) -> Lease | None:
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
         chunk = self._find(key)
         return None if chunk is None else Lease(chunk.payload.data.toreadonly(), chunk.header)
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
         with self._lock:
             return next((index for index, key in enumerate(keys) if key not in self._chunks), len(keys))
 
@@ -180,6 +186,17 @@ class MemoryTier:
         with self._lock:
             chunk = self._chunks.get(key)
             return None if chunk is None else (chunk.parent, chunk.tenant)
+
+    def payload_bytes(self, key: ChunkKey) -> int | None:
+        """Size of a chunk's payload, None if it is not held."""
+        with self._lock:
+            chunk = self._chunks.get(key)
+            return None if chunk is None else len(chunk.payload)
+
+    def parent(self, key: ChunkKey) -> ChunkKey | None:
+        """The chunk before this one in its chain, where both are known."""
+        origin = self.origin(key)
+        return None if origin is None else origin[0]
 
     def flush(self) -> bool:
         """False: nothing here survives the process."""
@@ -229,7 +246,7 @@ class MemoryTier:
         if pages(num_bytes) > self._arena.size:
             return None
         while (extent := self._arena.take(num_bytes)) is None:
-            key = self._eviction.evict(self._is_leased, parent)
+            key = self._eviction.evict(self._stays, parent)
             if key is None:
                 return None
             del self._chunks[key]
@@ -237,9 +254,9 @@ class MemoryTier:
             self._tell(key, is_held=False)
         return extent
 
-    def _is_leased(self, key: ChunkKey) -> bool:
-        # Evicting such a chunk would lose it and free nothing.
-        return sys.getrefcount(self._chunks[key].payload) > UNSHARED
+    def _stays(self, key: ChunkKey) -> bool:
+        # Evicting a chunk that is leased would lose it and free nothing.
+        return sys.getrefcount(self._chunks[key].payload) > UNSHARED or self._spared(key)
 
     def _remove(self, key: ChunkKey) -> bool:
         if self._chunks.pop(key, None) is None:

@@ -6,7 +6,6 @@ Whatever is wrong with the server or the way to it is a miss or "not kept", soon
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_SESSION = msg.SESSION_BYTES
 _ANY_SIZE = 2**63
 AHEAD = 4
 """Gets sent ahead by `read_many`: enough that the server never waits for the next one."""
@@ -74,7 +72,7 @@ class RemoteTier:
         self.address = address
         self.quarantine = Quarantine()
         self._options = options = options or RemoteOptions()
-        self._hello = msg.Hello(os.urandom(_SESSION), options.token)
+        self._hello = msg.Hello(options.token)
         # One for both pools: they lead to the same server.
         backoff = Backoff(options.backoff, options.backoff_max)
         self._reads = LinkPool(options.read_connections, self._connect, backoff)
@@ -84,11 +82,6 @@ class RemoteTier:
         self._stats = TierStats()
         self._bytes_used = self._capacity = 0
         self._closed = False
-
-    @property
-    def read_deadline(self) -> float:
-        """Seconds that a read takes at most unless the call says otherwise."""
-        return self._options.read_deadline
 
     @property
     def stats(self) -> TierStats:
@@ -165,23 +158,34 @@ class RemoteTier:
     def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
         seconds = self._options.read_deadline if deadline is None else deadline
         end = time.monotonic() + seconds
-        return self._leading(self._reads, keys, lambda part: msg.Contains(part), end)
+        total = 0
+        for at in range(0, len(keys), msg.KEYS_MAX):
+            part = tuple(keys[at : at + msg.KEYS_MAX])
+            count = self._ask(self._reads, end - time.monotonic(), msg.Contains(part, _milliseconds(end)))
+            total += min(len(part), count)
+            if count < len(part):
+                break
+        return total
 
-    def pin(self, keys: Sequence[ChunkKey], seconds: float) -> int:
-        """Have the server hold the leading chunks that are there for so long; how many those are.
+    def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
+        """Have the server hold chunks, those that come later too, instead of what the holder held.
 
-        Pins end with their time, with `unpin`, or when this client is gone.
+        How many leading ones are there and held; 0 as well if the server can't be reached. A pin ends with its time or
+        with `unpin`, whoever calls that. ValueError for too many keys or a name that is too long.
         """
-        milliseconds = max(0, int(seconds * 1000))
-        end = time.monotonic() + self._options.write_deadline
-        return self._leading(self._writes, keys, lambda part: msg.Pin(part, milliseconds), end)
+        if len(keys) > msg.KEYS_MAX:
+            raise ValueError(f"a pin has at most {msg.KEYS_MAX} keys, not {len(keys)}")
+        request = msg.Pin(_holder(holder), tuple(keys), int(seconds * 1000))
+        return self._ask(self._writes, self._options.write_deadline, request)
 
-    def unpin(self, keys: Sequence[ChunkKey]) -> int:
-        """Let go of this client's pins on these chunks; how many there were."""
-        return sum(
-            self._ask(self._writes, self._options.write_deadline, msg.Unpin(tuple(keys[at : at + msg.KEYS_MAX])))
-            for at in range(0, len(keys), msg.KEYS_MAX)
-        )
+    def extend(self, holder: str, seconds: float) -> bool:
+        """Hold what the holder holds for so long from now; False if it holds nothing, or nobody answers."""
+        request = msg.Extend(_holder(holder), int(seconds * 1000))
+        return bool(self._ask(self._writes, self._options.write_deadline, request))
+
+    def unpin(self, holder: str) -> bool:
+        """Let go of what the holder holds; False if it held nothing, or nobody answers."""
+        return bool(self._ask(self._writes, self._options.write_deadline, msg.Unpin(_holder(holder))))
 
     def delete(self, key: ChunkKey) -> bool:
         return bool(self._ask(self._writes, self._options.write_deadline, msg.Delete(key)))
@@ -213,7 +217,7 @@ class RemoteTier:
         return found
 
     def _fetch(self, link: Link, end: float, key: ChunkKey, target: memoryview | None) -> _Found | None:
-        link.post(msg.Get(key, _ANY_SIZE if target is None else len(target)), end)
+        link.post(msg.Get(key, _ANY_SIZE if target is None else len(target), _milliseconds(end)), end)
         return self._receive(link, end, key, target)
 
     def _fetch_many(self, link: Link, end: float, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[_Found | None]:
@@ -221,7 +225,7 @@ class RemoteTier:
         posted = 0
         for key, target in wanted:
             for ahead, room in wanted[posted : len(found) + AHEAD]:
-                link.post(msg.Get(ahead, len(room)), end)
+                link.post(msg.Get(ahead, len(room), _milliseconds(end)), end)
                 posted += 1
             found.append(self._receive(link, end, key, target))
         return found
@@ -276,23 +280,6 @@ class RemoteTier:
             found += reply.keys
             more = reply.more and bool(reply.keys)
         return found
-
-    def _leading(
-        self,
-        pool: LinkPool,
-        keys: Sequence[ChunkKey],
-        request: Callable[[tuple[ChunkKey, ...]], msg.Request],
-        end: float,
-    ) -> int:
-        """A count of leading keys, in as many requests as a list of that length takes."""
-        total = 0
-        for at in range(0, len(keys), msg.KEYS_MAX):
-            part = tuple(keys[at : at + msg.KEYS_MAX])
-            count = min(len(part), self._ask(pool, end - time.monotonic(), request(part)))
-            total += count
-            if count < len(part):
-                break
-        return total
 
     def _ask(self, pool: LinkPool, seconds: float, request: msg.Request) -> int:
         """The number that the server answers, 0 if it can't."""
@@ -361,3 +348,14 @@ class RemoteTier:
         with self._lock:
             for name, count in counts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + count)
+
+
+def _milliseconds(end: float) -> int:
+    """What is left until then."""
+    return max(0, int((end - time.monotonic()) * 1000))
+
+
+def _holder(name: str) -> str:
+    if not 0 < len(name.encode()) <= msg.HOLDER_BYTES_MAX:
+        raise ValueError(f"a holder's name has 1 to {msg.HOLDER_BYTES_MAX} bytes, not {len(name.encode())}")
+    return name

@@ -41,7 +41,7 @@ def open_s3(settings: S3Settings) -> GuardedTier:
 
 
 class S3Tier:
-    """Implements `Tier` and `TimedTier`, except that a fault of the server is raised as TierFault."""
+    """Implements `Tier`, except that a fault of the server is raised as TierFault."""
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
@@ -58,10 +58,6 @@ class S3Tier:
         self._queue = WriteQueue(self._writer.store, settings, Breaker(settings.breaker), self._counts)
         self._deleted_bytes = 0
         self._is_closed = False
-
-    @property
-    def read_deadline(self) -> float:
-        return self.settings.read_deadline
 
     @property
     def stats(self) -> S3Stats:
@@ -105,12 +101,12 @@ class S3Tier:
         self._counts.add(hits=int(payload is not None), misses=int(payload is None))
         return payload
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
-        payload = self.get(key)
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
+        payload = self.get(key, deadline=deadline)
         return None if payload is None else copy_into(target, payload)
 
-    def lease(self, key: ChunkKey) -> Lease | None:
-        payload = self.get(key)
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
+        payload = self.get(key, deadline=deadline)
         return None if payload is None else Lease(payload)
 
     def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
@@ -194,7 +190,7 @@ class S3Tier:
         self._queue.check_integrity()
 
     def _until(self, deadline: float | None) -> float:
-        return time.monotonic() + (self.read_deadline if deadline is None else deadline)
+        return time.monotonic() + (self.settings.read_deadline if deadline is None else deadline)
 
     def _long(self) -> float:
         """Until when a rare operation on the whole bucket may wait for one answer."""

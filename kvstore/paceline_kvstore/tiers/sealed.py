@@ -89,12 +89,12 @@ class SealedTier:
         )
         return self.tier.put(key, sealed, parent=parent, tenant=tenant, durable=durable)
 
-    def get(self, key: ChunkKey) -> memoryview | None:
-        sealed = self.tier.get(key)
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
+        sealed = self.tier.get(key, deadline=deadline)
         return None if sealed is None else self._open(key, sealed, None)
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
-        lease = self.tier.lease(key)
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
+        lease = self.tier.lease(key, deadline=deadline)
         if lease is None:
             return None
         view = codec.as_bytes(target)
@@ -108,8 +108,8 @@ class SealedTier:
             raise ValueError(f"the payload has {size} bytes, the buffer {len(view)}")
         return size
 
-    def lease(self, key: ChunkKey) -> Lease | None:
-        lease = self.tier.lease(key)
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
+        lease = self.tier.lease(key, deadline=deadline)
         if lease is None:
             return None
         with lease as sealed:
@@ -117,8 +117,8 @@ class SealedTier:
             payload = self._open(key, sealed, None)
         return None if payload is None else Lease(payload)
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
-        return self.tier.contains(keys)
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
+        return self.tier.contains(keys, deadline=deadline)
 
     def delete(self, key: ChunkKey) -> bool:
         return self.tier.delete(key)

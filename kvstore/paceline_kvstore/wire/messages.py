@@ -14,11 +14,12 @@ from paceline_kvstore.stats import TierStats
 from paceline_kvstore.wire.fields import FieldReader, keys_field, number_field, text_field
 from paceline_kvstore.wire.frames import FIELD_BYTES_MAX, HELLO_BYTES_MAX, Head, ProtocolError
 
-SESSION_BYTES = 16
 KEYS_MAX = 4096
 """Keys in one message; a longer list goes in several."""
 TENANT_BYTES_MAX = 256
 TOKEN_BYTES_MAX = 2048
+HOLDER_BYTES_MAX = 128
+"""A pin's holder: as a rule a request's or a transfer's id."""
 MESSAGE_BYTES_MAX = 1024
 MESSAGE_FIELD_BYTES_MAX = FIELD_BYTES_MAX + KEYS_MAX * KEY_BYTES
 
@@ -37,6 +38,7 @@ class Op(IntEnum):
     FLUSH = 9
     PIN = 10
     UNPIN = 11
+    EXTEND = 12
 
 
 class Answer(IntEnum):
@@ -65,18 +67,18 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who asks. session: 16 random bytes that a client's connections share; its pins end with the last of them."""
+    """Who asks: whoever has the token."""
 
-    session: bytes
     token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Send a chunk, if its payload has at most `capacity` bytes."""
+    """Send a chunk, if its payload has at most `capacity` bytes. The client waits for so many milliseconds."""
 
     key: ChunkKey
     capacity: int
+    milliseconds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,10 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """How many leading keys are there."""
+    """How many leading keys are there. The client waits for so many milliseconds."""
 
     keys: tuple[ChunkKey, ...]
+    milliseconds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +131,37 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Hold the leading keys that are there for `milliseconds`; how many those are."""
+    """Hold these for `milliseconds` instead of what the holder held; how many leading ones are there and held.
 
+    The server may hold them for less. Whoever knows the holder's name may prolong or end it, over any connection.
+    """
+
+    holder: str
     keys: tuple[ChunkKey, ...]
     milliseconds: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Let go of this session's pins; how many there were."""
+    """Let go of what the holder holds: 1, or 0 if that had ended."""
 
-    keys: tuple[ChunkKey, ...]
+    holder: str
 
 
-Request = Hello | Get | Put | Contains | Delete | Clear | Keys | Stats | Flush | Pin | Unpin
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Hold what the holder holds for `milliseconds` from now: 1, or 0 if that had ended."""
+
+    holder: str
+    milliseconds: int
+
+
+Request = Hello | Get | Put | Contains | Delete | Clear | Keys | Stats | Flush | Pin | Unpin | Extend
 
 _OPS: dict[type[Request], Op] = {
     Hello: Op.HELLO, Get: Op.GET, Put: Op.PUT, Contains: Op.CONTAINS, Delete: Op.DELETE, Clear: Op.CLEAR,
     Keys: Op.KEYS, Stats: Op.STATS, Flush: Op.FLUSH, Pin: Op.PIN, Unpin: Op.UNPIN,
+    Extend: Op.EXTEND,
 }  # fmt: skip
 
 
@@ -164,15 +180,15 @@ def encode_request(request_id: int, request: Request, payload_bytes: int = 0) ->
 
 def _request_fields(request: Request) -> bytes:
     match request:
-        case Hello(session, token):
-            return session + text_field(token)
-        case Get(key, capacity):
-            return key.to_bytes() + number_field(capacity)
+        case Hello(token):
+            return text_field(token)
+        case Get(key, capacity, milliseconds):
+            return key.to_bytes() + number_field(capacity) + number_field(milliseconds)
         case Put(key, parent, tenant, durable):
             flags = bytes([durable | (parent is not None) << 1])
             return key.to_bytes() + flags + text_field(tenant) + (b"" if parent is None else parent.to_bytes())
-        case Contains(keys) | Unpin(keys):
-            return keys_field(keys)
+        case Contains(keys, milliseconds):
+            return number_field(milliseconds) + keys_field(keys)
         case Delete(key):
             return key.to_bytes()
         case Clear(namespace, tenant):
@@ -182,8 +198,12 @@ def _request_fields(request: Request) -> bytes:
             return bytes([restart])
         case Stats() | Flush():
             return b""
-        case Pin(keys, milliseconds):
-            return number_field(milliseconds) + keys_field(keys)
+        case Pin(holder, keys, milliseconds):
+            return text_field(holder) + number_field(milliseconds) + keys_field(keys)
+        case Unpin(holder):
+            return text_field(holder)
+        case Extend(holder, milliseconds):
+            return text_field(holder) + number_field(milliseconds)
 
 
 def decode_request(kind: int, body: bytes) -> Request:
@@ -201,15 +221,16 @@ def decode_request(kind: int, body: bytes) -> Request:
 def _read_request(op: Op, reader: FieldReader) -> Request:
     match op:
         case Op.HELLO:
-            return Hello(reader.raw("session", SESSION_BYTES), reader.text("token", TOKEN_BYTES_MAX))
+            return Hello(reader.text("token", TOKEN_BYTES_MAX))
         case Op.GET:
-            return Get(reader.key("key"), reader.number("capacity"))
+            return Get(reader.key("key"), reader.number("capacity"), reader.number("milliseconds"))
         case Op.PUT:
             key, flags = reader.key("key"), reader.byte("flags", 3)
             tenant = reader.text("tenant", TENANT_BYTES_MAX)
             return Put(key, reader.key("parent") if flags & 2 else None, tenant, bool(flags & 1))
         case Op.CONTAINS:
-            return Contains(reader.keys("keys", KEYS_MAX))
+            milliseconds = reader.number("milliseconds")
+            return Contains(reader.keys("keys", KEYS_MAX), milliseconds)
         case Op.DELETE:
             return Delete(reader.key("key"))
         case Op.CLEAR:
@@ -223,10 +244,16 @@ def _read_request(op: Op, reader: FieldReader) -> Request:
         case Op.FLUSH:
             return Flush()
         case Op.PIN:
-            milliseconds = reader.number("milliseconds")
-            return Pin(reader.keys("keys", KEYS_MAX), milliseconds)
+            holder, milliseconds = _holder(reader), reader.number("milliseconds")
+            return Pin(holder, reader.keys("keys", KEYS_MAX), milliseconds)
         case Op.UNPIN:
-            return Unpin(reader.keys("keys", KEYS_MAX))
+            return Unpin(_holder(reader))
+        case Op.EXTEND:
+            return Extend(_holder(reader), reader.number("milliseconds"))
+
+
+def _holder(reader: FieldReader) -> str:
+    return reader.text("holder", HOLDER_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True)

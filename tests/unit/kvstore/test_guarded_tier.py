@@ -37,13 +37,13 @@ class Ill(MemoryTier):
         self._ask()
         return super().put(key, payload, **options)
 
-    def get(self, key: ChunkKey) -> memoryview | None:
+    def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
         self._ask()
-        return super().get(key)
+        return super().get(key, deadline=deadline)
 
-    def contains(self, keys: Any) -> int:
+    def contains(self, keys: Any, *, deadline: float | None = None) -> int:
         self._ask()
-        return super().contains(keys)
+        return super().contains(keys, deadline=deadline)
 
     def keys(self) -> Iterator[ChunkKey]:
         self._ask()

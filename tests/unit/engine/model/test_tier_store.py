@@ -45,7 +45,7 @@ class Slow(MemoryTier):
         assert self.go_on.wait(DEADLINE)
         return super().put(key, payload, **more)
 
-    def read_into(self, key: ChunkKey, target: bytearray | memoryview) -> int | None:
+    def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
         self.is_entered.set()
         assert self.go_on.wait(DEADLINE)
         return None if key.chain in self.lost else super().read_into(key, target)

@@ -12,9 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline_kvstore import ChunkKey
+from paceline_kvstore.config import StoreSettings
+from paceline_kvstore.opening import open_store
 from paceline_kvstore.server.limits import Limits
 from paceline_kvstore.server.node_server import NodeServer
-from paceline_kvstore.server.pins import PinLimits
 from paceline_kvstore.server.store import NodeStore
 from paceline_kvstore.tiers import MemoryTier
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
@@ -35,8 +36,8 @@ class Raw:
     def send(self, *parts: bytes) -> None:
         transport.send(self.sock, parts, time.monotonic() + DEADLINE)
 
-    def hello(self, token: str = "", session: bytes = bytes(16)) -> msg.Reply:
-        self.send(msg.encode_request(1, msg.Hello(session, token)))
+    def hello(self, token: str = "") -> msg.Reply:
+        self.send(msg.encode_request(1, msg.Hello(token)))
         return self.reply()[0]
 
     def reply(self) -> tuple[msg.Reply, bytes, int]:
@@ -63,8 +64,11 @@ class Node:
 
     def __init__(self, folder: Path, *, capacity: int, ttl: float | None, token: str | None, **limits: Any) -> None:
         self.address = Address(path=str(folder / "kv.sock"))
-        self.tier = MemoryTier(capacity)
-        self.store = NodeStore(self.tier, ttl=ttl, pin_limits=PinLimits(count=8, bytes=capacity // 2, seconds=60))
+        tiered = open_store(StoreSettings(memory=capacity, ttl=ttl))
+        memory = tiered.levels[0].tier
+        assert isinstance(memory, MemoryTier)
+        self.tier = memory
+        self.store = NodeStore(tiered, pin_seconds_max=60)
         self.registry = CollectorRegistry()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self.address.path)

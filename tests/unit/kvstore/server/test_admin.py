@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline_api.metrics import KV_SERVER
+from paceline_api.metrics import KV_SERVER, KV_STORE
 from paceline_kvstore import ChunkKey
 from paceline_kvstore.server import admin as admin_module
 from paceline_kvstore.server.admin import AdminServer
 
+# A breaker guards a tier that is elsewhere; this server has memory.
+CATALOGUE = [*KV_SERVER, *(metric for metric in KV_STORE if metric.name != "paceline_kvstore_breaker_open")]
 Key = Callable[..., ChunkKey]
 Ask = Callable[..., tuple[int, Any]]
 TOKEN = {"authorization": "Bearer secret"}
@@ -67,14 +69,14 @@ def test_health_is_open_and_says_when_it_drains(port: Port) -> None:
 
 def test_every_metric_of_the_catalogue_is_exposed_and_no_other(port: Port, key: Key, wait: Any) -> None:
     tier = port.node.client(token="secret")
-    tier.put(key(1), b"x" * 100), tier.get(key(1)), tier.get(key(2)), tier.pin([key(1)], 30)
+    tier.put(key(1), b"x" * 100), tier.get(key(1)), tier.get(key(2)), tier.pin("me", [key(1)], 30)
     requests = "paceline_kvserver_requests_total"
     wait("the last is counted", lambda: port.node.metric(requests, operation="get", outcome="miss"))
     wait("the last is counted", lambda: port.node.metric(requests, operation="pin", outcome="ok"))
     status, text = port.ask("GET", "/metrics", headers={})
     families = {f.name: f for f in text_string_to_metric_families(text) if not f.name.endswith("_created")}
-    assert status == 200 and set(families) == {metric.name for metric in KV_SERVER}
-    for metric in KV_SERVER:
+    assert status == 200 and set(families) == {metric.name for metric in CATALOGUE}
+    for metric in CATALOGUE:
         assert families[metric.name].type == metric.type.value
         for sample in families[metric.name].samples:
             if sample.name.endswith("_created"):
@@ -111,17 +113,23 @@ def test_lookup_pin_and_unpin(port: Port, key: Key) -> None:
     assert port.ask("POST", "/admin/pin", three | {"seconds": 30}) == (200, {"pinned": 1})
     status, answer = port.ask("POST", "/admin/lookup", three)
     assert status == 200 and answer["leading"] == 1
-    assert [(each["held"], each["pinned"]) for each in answer["keys"]] == [(True, True), (False, False), (True, False)]
-    assert port.ask("GET", "/admin/stats")[1]["pinned"] == {"count": 1, "num_bytes": 1}
-    assert port.ask("POST", "/admin/unpin", three) == (200, {"unpinned": 1})
+    found = [(each["tiers"], each["pinned"]) for each in answer["keys"]]
+    assert found == [(["memory"], True), ([], True), (["memory"], True)], "what comes later is held, too"
+    stats = port.ask("GET", "/admin/stats")[1]
+    assert stats["pinned"] == {"count": 3, "num_bytes": 2}
+    assert [(level["name"], level["writes"]) for level in stats["levels"]] == [("memory", 0)]
+    assert port.ask("POST", "/admin/unpin", {"holder": "nightly"}) == (200, {"unpinned": False})
+    assert port.ask("POST", "/admin/unpin", {}) == (200, {"unpinned": True})
+    assert port.ask("POST", "/admin/pin", three | {"seconds": 30, "holder": "nightly"})[1] == {"pinned": 1}
+    assert port.ask("POST", "/admin/unpin", {"holder": "nightly"}) == (200, {"unpinned": True})
 
 
 def test_invalidate_by_chain_namespace_and_tenant(port: Port, key: Key) -> None:
-    store = port.node.store
-    store.put(key(1), b"x", parent=None, tenant="a", durable=False)
-    store.put(key(2), b"x", parent=key(1), tenant="a", durable=False)
+    tier = port.node.store.tier
+    tier.put(key(1), b"x", tenant="a")
+    tier.put(key(2), b"x", parent=key(1), tenant="a")
     for number, (namespace, tenant) in enumerate([(b"m", "a"), (b"m", "b"), (b"o", "b")]):
-        store.put(key(number, namespace * 32), b"x", parent=None, tenant=tenant, durable=False)
+        tier.put(key(number, namespace * 32), b"x", tenant=tenant)
     chain = key(1).chain.hex()
     assert port.ask("POST", "/admin/invalidate", {"chain": chain}) == (200, {"removed": 3}), "another namespace's too"
     both = {"namespace": (b"m" * 32).hex(), "tenant": "a"}
@@ -150,6 +158,9 @@ KEY = "00" * 64 + "10000000" + "00000000"
         ("lookup", {"keys": ["00" * 72]}, "keys[0]"),
         ("lookup", {"keys": [KEY], "key": 1}, "key"),
         ("pin", {"keys": [KEY]}, "seconds"),
+        ("pin", {"keys": [KEY], "seconds": 1, "holder": ""}, "holder"),
+        ("unpin", {"holder": "x" * 129}, "holder"),
+        ("unpin", {"keys": [KEY]}, "keys"),
         ("pin", {"keys": [KEY], "seconds": 0}, "seconds"),
         ("pin", {"keys": [KEY], "seconds": 61}, "seconds"),
         ("pin", {"keys": [KEY], "seconds": True}, "seconds"),

@@ -20,10 +20,18 @@ from paceline_kvstore.server.options import BadInput, ServeOptions, bind_sockets
         (["--host", "0.0.0.0"], "--host 0.0.0.0 is open to other machines and there is no --token-file"),
         (["--token-file", "/nonexistent"], "can't read --token-file /nonexistent"),
         (["--token-file", "/dev/null"], "--token-file /dev/null is empty"),
-        (["--memory", "1Mi", "--max-chunk", "2Mi"], "--max-chunk 2097152 is more than --memory 1048576"),
+        (
+            ["--memory", "1Mi", "--max-chunk", "2Mi"],
+            "--max-chunk 2097152 is more than any tier takes",
+        ),
         (["--max-chunk", "2Mi", "--max-inflight", "1Mi"], "--max-inflight 1048576 has no room for one chunk"),
-        (["--memory", "0"], "--max-chunk must be at least 1"),
-        (["--max-pinned", "2Gi"], "--max-pinned 2147483648 is more than --memory"),
+        (["--memory", "0"], "--memory 0 is too little: 65536 bytes or more"),
+        (["--max-chunk", "0"], "--max-chunk must be at least 1"),
+        (["--max-pinned", "2Gi"], "--max-pinned 2147483648 is more than the smaller of memory and disk, 1073741824"),
+        (["--config", "/nonexistent"], "can't read --config /nonexistent: No such file or directory"),
+        (["--config", "/dev/null"], "--config /dev/null isn't JSON"),
+        (["--config", "/dev/null", "--memory", "1Gi"], "--memory and --config are both given: write memory.capacity"),
+        (["--config", "/dev/null", "--ttl", "1h"], "--ttl and --config are both given: write ttl into the file"),
         (["--max-connections", "0"], "Invalid value for '--max-connections'"),
         (["--ttl", "0s"], "--ttl must be more than 0 s"),
         (["--frame-timeout", "0s"], "--frame-timeout must be more than 0 s"),
@@ -42,11 +50,33 @@ def test_bad_input_is_named(arguments: list[str], complaint: str) -> None:
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("document", "complaint"),
+    [
+        ("[]", "settings: [] is not an object"),
+        ("{}", "memory, disk, node, s3: no tier is set"),
+        ('{"memory": {"capacity": "1Mi"}, "node": {"address": "tcp://h:1"}}', "node: a node server shares tiers"),
+        ('{"memory": {"capacity": "1Mi"}, "ttl": -1}', "ttl: -1 is not a number of seconds above 0"),
+        ('{"disk": {"path": "/dev/null/kv", "capacity": "8Mi"}}', "/dev/null/kv"),
+        (
+            '{"disk": {"path": "/tmp/kv", "capacity": "8Mi"}, "encryptionKeyFile": "/nonexistent"}',
+            "encryptionKeyFile",
+        ),
+    ],
+)
+def test_a_bad_file_is_named_with_its_field(tmp_path: Path, document: str, complaint: str) -> None:
+    path = tmp_path / "kv.json"
+    path.write_text(document)
+    given = ["serve", "--admin-port", "0", "--port", "0", "--config", str(path)]
+    done = CliRunner().invoke(app, given, terminal_width=200)
+    assert done.exit_code == 2 and complaint in done.output and "Traceback" not in done.output
+
+
 def options(tmp_path: Path) -> ServeOptions:
     return ServeOptions(
-        memory=1 << 20, socket=tmp_path / "kv.sock", host="127.0.0.1", port=0, admin_port=0, token_file=None, ttl=None,
-        max_chunk=1 << 20, max_inflight=1 << 20, max_connections=4, max_pinned=0, max_pin_time=1.0, frame_timeout=1.0,
-        idle_timeout=1.0, drain_timeout=1.0,
+        config=None, memory=1 << 20, socket=tmp_path / "kv.sock", host="127.0.0.1", port=0, admin_port=0,
+        token_file=None, ttl=None, max_chunk=1 << 20, max_inflight=1 << 20, max_connections=4, max_pinned=0,
+        max_pin_time=1.0, frame_timeout=1.0, idle_timeout=1.0, drain_timeout=1.0,
     )  # fmt: skip
 
 

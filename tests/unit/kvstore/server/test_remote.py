@@ -90,19 +90,19 @@ def every_call(tier: RemoteTier, key: ChunkKey) -> list[Any]:
     """What each method answers; all of it must mean "no"."""
     return [
         tier.get(key), tier.read_into(key, bytearray(200)), tier.lease(key), tier.contains([key]), tier.put(key, CHUNK),
-        tier.delete(key), tier.clear(), list(tier.keys()), tier.flush(), tier.pin([key], 1), tier.unpin([key]),
-        tier.bytes_used,
+        tier.delete(key), tier.clear(), list(tier.keys()), tier.flush(), tier.pin("me", [key], 1), tier.unpin("me"),
+        tier.extend("me", 1), tier.bytes_used,
     ]  # fmt: skip
 
 
-NO = [None, None, None, 0, False, False, 0, [], False, 0, 0, 0]
+NO = [None, None, None, 0, False, False, 0, [], False, 0, False, False, 0]
 
 
 @pytest.mark.parametrize("address", [Address(path="/nonexistent/kv.sock"), Address(host="127.0.0.1", port=1)])
 def test_without_a_server_everything_is_a_miss(key: Key, address: Address) -> None:
     tier = connect(address)
     assert every_call(tier, key(1)) == NO
-    assert tier.stats.errors == 12 and tier.stats.misses == 3 and tier.stats.refused == 1
+    assert tier.stats.errors == 13 and tier.stats.misses == 3 and tier.stats.refused == 1
     assert tier.capacity == 0
 
 
@@ -134,7 +134,7 @@ def reply_with(*frames: bytes) -> Callable[[socket.socket], None]:
 def test_a_server_that_talks_nonsense_is_a_miss(impostor: Any, key: Key, say: Callable[[socket.socket], None]) -> None:
     tier = connect(impostor(say).address, RemoteOptions(read_deadline=0.2, write_deadline=0.2, backoff=1e-6))
     assert every_call(tier, key(1)) == NO
-    assert tier.stats.errors == 12 and tier.stats.hits == 0
+    assert tier.stats.errors == 13 and tier.stats.hits == 0
 
 
 def test_a_silent_server_costs_the_deadline_and_no_more(impostor: Any, key: Key) -> None:
@@ -282,6 +282,6 @@ def test_a_tenants_name_that_is_too_long_is_the_callers_mistake(node: Any, key: 
 
 def test_it_has_the_shape_of_any_other_tier(node: Any) -> None:
     names = {name for name in dir(MemoryTier) if not name.startswith("_")} - {
-        "check_integrity", "fill", "footprint", "num_leased", "origin",
+        "check_integrity", "fill", "footprint", "num_leased", "origin", "parent", "payload_bytes",
     }  # fmt: skip
     assert names <= set(dir(node.client()))

@@ -128,7 +128,7 @@ def test_requests_sent_ahead_are_answered_in_order(node: Any, key: Key) -> None:
     for number, payload in payloads.items():
         chunk = bytes(codec.encode(key(number), payload))
         frames.append(msg.encode_request(100 + number, msg.Put(key(number)), len(chunk)) + chunk)
-        frames.append(msg.encode_request(200 + number, msg.Get(key(number), 10**6)))
+        frames.append(msg.encode_request(200 + number, msg.Get(key(number), 10**6, 5000)))
     raw.send(*frames)
     for number, payload in payloads.items():
         assert raw.reply() == (msg.Count(1), b"", 100 + number)
@@ -152,7 +152,7 @@ def test_nobody_is_let_in_without_the_token(start: Callable[..., Any], key: Key,
 def test_the_first_frame_must_be_a_hello(start: Callable[..., Any], key: Key) -> None:
     node = start(token="secret")
     node.tier.put(key(1), b"x")
-    for request in (msg.Get(key(1), 100), msg.Delete(key(1)), msg.Stats()):
+    for request in (msg.Get(key(1), 100, 5000), msg.Delete(key(1)), msg.Stats()):
         raw = node.raw()
         raw.send(msg.encode_request(1, request))
         fail, payload, _ = raw.reply()
@@ -182,7 +182,7 @@ def test_a_stranger_can_make_the_server_read_little(start: Callable[..., Any]) -
         (Head(77, 2, 0, 0).to_bytes(), "kind 77 is no request"),
         (msg.encode_request(2, msg.Stats(), 5) + b"12345", "request stats has no payload"),
         (msg.encode_request(2, msg.Put(ChunkKey(bytes(32), bytes(32), 1)), 5) + b"12345", "too few for a chunk's"),
-        (msg.encode_request(2, msg.Hello(bytes(16))), "a second hello"),
+        (msg.encode_request(2, msg.Hello()), "a second hello"),
     ],
 )
 def test_a_bad_frame_ends_its_connection_with_a_reason_and_no_other(
@@ -206,7 +206,12 @@ def test_random_frames_hurt_nobody(node: Any, key: Key, wait: Wait) -> None:
     dice = random.Random(7)
     good = [
         msg.encode_request(2, request, 0)
-        for request in (msg.Get(key(1), 5000), msg.Contains((key(1),)), msg.Keys(True), msg.Pin((key(1),), 50))
+        for request in (
+            msg.Get(key(1), 5000, 5000),
+            msg.Contains((key(1),), 5000),
+            msg.Keys(True),
+            msg.Pin("a", (key(1),), 50),
+        )
     ]
     for _ in range(150):
         raw = node.raw()
@@ -221,7 +226,7 @@ def test_random_frames_hurt_nobody(node: Any, key: Key, wait: Wait) -> None:
     wait("all gone", lambda: node.server.num_connections <= 2)
     assert other.get(key(1)) == b"x" * 1000 and other.stats.errors == 0
     wait("no leases", lambda: node.tier.num_leased == 0)
-    assert node.store.pinned == Pinned(0, 0)
+    wait("no pins", lambda: node.store.pinned == Pinned(0, 0))
     node.tier.check_integrity()
 
 
@@ -232,7 +237,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_its_lease_ends(
     node.tier.put(key(1), bytes(32 << 20))
     raw = node.raw()
     raw.hello()
-    raw.send(msg.encode_request(2, msg.Get(key(1), 2**40)))
+    raw.send(msg.encode_request(2, msg.Get(key(1), 2**40, 5000)))
     wait("it is leased", lambda: node.tier.num_leased == 1)
     wait("it is cut off", lambda: node.metric("paceline_kvserver_connections_closed_total", reason="slow") == 1)
     wait("nothing is leased", lambda: node.tier.num_leased == 0)
@@ -316,15 +321,15 @@ def test_an_abort_storm_leaves_no_lease_no_pin_and_no_memory(start: Callable[...
     node.tier.put(key(1), bytes(4 << 20))
     dice = random.Random(3)
     requests = (
-        msg.encode_request(3, msg.Get(key(1), 2**40)),
+        msg.encode_request(3, msg.Get(key(1), 2**40, 5000)),
         msg.encode_request(3, msg.Put(key(2)), 4 << 20) + bytes(10_000),
-        msg.encode_request(3, msg.Get(key(1), 2**40))[: HEAD_BYTES + 5],
+        msg.encode_request(3, msg.Get(key(1), 2**40, 5000))[: HEAD_BYTES + 5],
     )
 
     def abort(number: int) -> None:
         raw = node.raw()
-        raw.hello(session=number.to_bytes(16, "big"))
-        raw.send(msg.encode_request(2, msg.Pin((key(1),), 60_000)), requests[number % 3])
+        raw.hello()
+        raw.send(msg.encode_request(2, msg.Pin(f"request-{number}", (key(1),), 200)), requests[number % 3])
         raw.inbox.read(dice.randrange(1, 20), 2**31)
         raw.close()
 
@@ -337,17 +342,38 @@ def test_an_abort_storm_leaves_no_lease_no_pin_and_no_memory(start: Callable[...
     node.tier.check_integrity()
 
 
-def test_pins_hold_while_their_client_lives(node: Any, key: Key, wait: Wait) -> None:
-    tier = node.client()
-    tier.put(key(1), b"x" * PAGE)
-    assert tier.pin([key(1), key(2)], 30) == 1
+def test_a_pin_outlives_its_client_and_anybody_who_knows_its_name_ends_it(node: Any, key: Key) -> None:
+    giver, taker = node.client(), node.client()
+    giver.put(key(1), b"x" * PAGE)
+    assert giver.pin("transfer-7", [key(1), key(2)], 30) == 1, "what isn't there yet is held when it comes"
+    assert giver.put(key(2), b"z" * PAGE)
+    giver.close()
+    assert taker.extend("transfer-7", 60) and not taker.extend("transfer-8", 60)
     for number in range(10, 600):
         node.tier.put(key(number), b"y")
-    assert tier.get(key(1)) == b"x" * PAGE
-    assert tier.unpin([key(1)]) == 1 and node.store.pinned.count == 0
-    assert tier.pin([key(1)], 30) == 1
+    assert taker.get(key(1)) == b"x" * PAGE and taker.get(key(2)) == b"z" * PAGE
+    assert taker.unpin("transfer-7") and not taker.unpin("transfer-7")
+    assert node.store.pinned == Pinned(0, 0)
+    for number in range(1000, 1600):
+        node.tier.put(key(number), b"y")
+    assert taker.contains([key(1)]) == 0
+
+
+def test_a_pin_of_a_client_that_died_ends_with_its_time(node: Any, key: Key, wait: Wait) -> None:
+    tier = node.client()
+    tier.put(key(1), b"x" * PAGE)
+    assert tier.pin("transfer-7", [key(1)], 0.1) == 1
     tier.close()
-    wait("its pins are gone", lambda: node.store.pinned == Pinned(0, 0))
+    wait("its pin is gone", lambda: node.store.pinned == Pinned(0, 0))
+
+
+def test_a_pins_name_and_keys_are_bounded(node: Any, key: Key) -> None:
+    tier = node.client()
+    for name in ("", "x" * 129):
+        with pytest.raises(ValueError, match="a holder's name has 1 to 128 bytes"):
+            tier.pin(name, [key(1)], 1)
+    with pytest.raises(ValueError, match="at most 4096 keys"):
+        tier.pin("me", [key(number) for number in range(4097)], 1)
 
 
 def test_many_threads_and_clients_see_only_whole_chunks(node: Any, key: Key) -> None:
@@ -384,7 +410,7 @@ def test_a_drain_answers_what_was_asked_and_then_says_goodbye(node: Any, key: Ke
     assert isinstance(fail, msg.Fail) and fail.reason is Reason.DRAINING
     with pytest.raises(OSError, match=r"refused|reset|No such|closed"):
         node.raw().hello()
-    raw.send(chunk[500:], msg.encode_request(3, msg.Get(key(1), 1000)))
+    raw.send(chunk[500:], msg.encode_request(3, msg.Get(key(1), 1000, 5000)))
     assert raw.reply()[0] == msg.Count(1)
     assert raw.reply()[1] == codec.encode(key(1), b"x" * 100)
     fail = raw.reply()[0]

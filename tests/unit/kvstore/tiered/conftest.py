@@ -59,15 +59,15 @@ class Held(MemoryTier):
         self._enter(self.writes)
         return super().put(key, payload, **options)
 
-    def lease(self, key: ChunkKey) -> Lease | None:
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
         # Held up with the payload in hand: what happens meanwhile happens after it was read.
-        lease = super().lease(key)
+        lease = super().lease(key, deadline=deadline)
         self._enter(self.reads)
         return lease
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
         self._enter(self.lookups)
-        return super().contains(keys)
+        return super().contains(keys, deadline=deadline)
 
     def _enter(self, gate: Gate) -> None:
         gate.enter()
@@ -118,15 +118,17 @@ def make_store(tmp_path: Path) -> Iterator[MakeStore]:
         clock = {"clock": options["clock"]} if "clock" in options else {}
         now = options.get("clock", time.monotonic)
         first = LevelOptions(**{"name": "memory", "is_immediate": True} | (memory or {}))
-        levels = [Level(MemoryTier(memory_chunks * 8192), first, **clock)]
+
+        def is_pinned(key: ChunkKey) -> bool:
+            return pins.is_held(key, now())
+
+        levels = [Level(MemoryTier(memory_chunks * 8192, spared=is_pinned), first, **clock, spared=is_pinned)]
         if disk is not None:
             capacity = disk.pop("capacity", 2 << 20)
             tier = DiskTier(
                 tmp_path / "kv",
                 capacity,
-                DiskOptions(
-                    segment_bytes=128 << 10, staging_bytes=1 << 20, spared=lambda key: pins.is_held(key, now())
-                ),
+                DiskOptions(segment_bytes=128 << 10, staging_bytes=1 << 20, spared=is_pinned),
             )
             defaults = {"name": "disk", "is_durable": True, "needs_second_offer": True}
             levels.append(Level(tier, LevelOptions(**defaults | disk), **clock))

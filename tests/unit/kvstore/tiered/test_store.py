@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from paceline_kvstore.policy.reuse import Prefill, ReuseMode
 from paceline_kvstore.tiered.fetch import Fetch
 from paceline_kvstore.tiered.lookup import Plan
 from paceline_kvstore.tiered.store import ChunkEvent, TieredStore
+from paceline_kvstore.tiers import MemoryTier
 
 SECONDS = 10.0
 Make = Callable[..., TieredStore]
@@ -329,6 +330,65 @@ def test_pinned_chunks_outlive_pressure_until_their_pin_ends(make_store: Make, k
     _settled(store)
     assert len(store.lookup(keys).plan) == 0
     assert store.levels[0].tier.num_leased == 0  # type: ignore[attr-defined]
+
+
+def test_a_pin_holds_what_is_still_on_its_way(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store(memory_chunks=8)
+    keys = _chain(key, 3)
+    assert store.pin("transfer", keys, 60.0) == 3
+    _offer(store, keys, payload)
+    _offer(store, _chain(key, 40, start=100), payload)
+    _settled(store)
+    assert len(store.lookup(keys).plan) == 3
+    assert store.delete(keys[0]) and not store.pins.is_held(keys[0], store.clock()), "gone for good"
+
+
+def test_a_tenants_quota_takes_no_pinned_chunk(make_store: Make, key: Keys, payload: Payloads) -> None:
+    size = len(payload(key(0)))
+    store = make_store(memory={"quotas": {"acme": 4 * size}})
+    keys = _chain(key, 2)
+    _offer(store, keys, payload, tenant="acme")
+    assert store.pin("transfer", keys, 60.0) == 2
+    _offer(store, _chain(key, 20, start=100), payload, tenant="acme")
+    _settled(store)
+    assert len(store.lookup(keys).plan) == 2
+
+
+class _Elsewhere(MemoryTier):
+    """A tier that holds chunks for others, and takes note of what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.told: dict[str, tuple[tuple[ChunkKey, ...], float] | None] = {}
+        self.gate = threading.Event()
+
+    def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
+        self.gate.wait(SECONDS)
+        self.told[holder] = tuple(keys), seconds
+        return len(keys)
+
+    def extend(self, holder: str, seconds: float) -> bool:
+        raise AssertionError("a pin as a whole says the same")
+
+    def unpin(self, holder: str) -> bool:
+        self.gate.wait(SECONDS)
+        self.told[holder] = None
+        return True
+
+
+def test_a_tier_elsewhere_hears_of_pins_behind_the_callers_back(make_store: Make, key: Keys) -> None:
+    place = _Elsewhere()
+    store = make_store(other=(place, {"is_indexed": False}))
+    keys = _chain(key, 3)
+    assert store.pin("kept", keys, 60.0) == 3
+    assert store.extend("kept", 90.0)
+    store.pin("ended", keys, 60.0), store.unpin("ended")
+    assert place.told == {}, "nobody waited for it"
+    place.gate.set()
+    _settled(store)
+    assert place.told["ended"] is None
+    told = place.told["kept"]
+    assert told is not None and told[0] == tuple(keys) and 60 < told[1] <= 90
 
 
 def test_pins_hold_on_disk(make_store: Make, key: Keys, payload: Payloads) -> None:

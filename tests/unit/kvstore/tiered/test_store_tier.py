@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
+from paceline_kvstore import codec
+from paceline_kvstore.crypto import KeyRing, SecretKey, Suite
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.tiered.store import TieredStore
 from paceline_kvstore.tiered.tier import StoreTier
-from paceline_kvstore.tiers import Tier
+from paceline_kvstore.tiers import FillableTier, GuardedTier, Lease, MemoryTier, Tier
+from paceline_kvstore.tiers.sealed import SealedTier, SealOptions
 
 SECONDS = 10.0
 Make = Callable[..., TieredStore]
@@ -83,3 +87,66 @@ def test_levels_that_must_be_asked_are_asked(make_store: Make, held: Any, key: K
     held.is_broken = True
     assert tier.get(keys[2]) is None
     assert tier.stats.errors == 1
+
+
+class _Clocked(MemoryTier):
+    """Takes note of the time that its calls are given."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.seconds: list[float | None] = []
+
+    def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
+        self.seconds.append(deadline)
+        return super().lease(key, deadline=deadline)
+
+    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
+        self.seconds.append(deadline)
+        return super().contains(keys, deadline=deadline)
+
+
+def test_the_callers_deadline_reaches_a_tier_that_must_be_asked(make_store: Make, key: Keys) -> None:
+    place = _Clocked()
+    ring = KeyRing(SecretKey(bytes(32)))
+    for wrapped in (place, GuardedTier(SealedTier(place, ring, SealOptions(Suite.SIGNED)))):
+        tier = StoreTier(make_store(other=(wrapped, {"is_indexed": False})))
+        assert tier.get(key(1), deadline=0.5) is None and tier.lease(key(1), deadline=0.5) is None
+        assert tier.contains([key(1)], deadline=0.5) == 0
+        assert len(place.seconds) == 3
+        assert all(seconds is not None and 0 < seconds <= 0.5 for seconds in place.seconds), place.seconds
+        place.seconds.clear()
+
+
+def test_a_chunk_in_memory_comes_and_goes_without_a_copy(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store()
+    tier = StoreTier(store)
+    assert isinstance(tier, FillableTier)
+    filling = tier.fill(key(1), 5000)
+    assert filling is not None
+    filling.buffer[:] = payload(key(1), 5000)[:5000]
+    header = codec.encode_header(key(1), filling.buffer)
+    where = np.frombuffer(filling.buffer, np.uint8).ctypes.data
+    assert filling.keep(header)
+    lease = tier.lease(key(1))
+    assert lease is not None and lease.header == header
+    assert np.frombuffer(lease.payload, np.uint8).ctypes.data == where
+    lease.release()
+    assert tier.fill(key(1), 5000) is None, "it is there"
+    assert (tier.stats.puts, tier.stats.hits, store.leases.num) == (1, 1, 0)
+
+
+def test_a_chunk_that_came_into_memory_counts_for_its_tenant(make_store: Make, key: Keys) -> None:
+    store = make_store(memory={"quotas": {"acme": 8000}})
+    tier = StoreTier(store)
+
+    def fill(number: int) -> bool:
+        filling = tier.fill(key(number), 5000, tenant="acme")
+        assert filling is not None
+        filling.buffer[:] = bytes(5000)
+        return filling.keep(codec.encode_header(key(number), filling.buffer))
+
+    assert tier.fill(key(0), 5000, tenant="acme") is not None, "one that never arrives counts for nobody"
+    assert fill(1) and fill(2)
+    assert tier.contains([key(1)]) == 0 and tier.contains([key(2)]) == 1
+    assert store.levels[0].tenants.used("acme") == 5000
+    store.check_integrity()

@@ -19,19 +19,21 @@ KEY = st.builds(ChunkKey, DIGEST, DIGEST, st.integers(1, 2**32 - 1), st.integers
 KEYS = st.lists(KEY, max_size=5).map(tuple)
 U64 = st.integers(0, 2**64 - 1)
 TENANT = st.text(max_size=60)
+HOLDER = st.text(max_size=30)
 
 REQUEST = st.one_of(
-    st.builds(msg.Hello, st.binary(min_size=16, max_size=16), st.text(max_size=200)),
-    st.builds(msg.Get, KEY, U64),
+    st.builds(msg.Hello, st.text(max_size=200)),
+    st.builds(msg.Get, KEY, U64, U64),
     st.builds(msg.Put, KEY, st.none() | KEY, TENANT, st.booleans()),
-    st.builds(msg.Contains, KEYS),
+    st.builds(msg.Contains, KEYS, U64),
     st.builds(msg.Delete, KEY),
     st.builds(msg.Clear, st.none() | DIGEST, st.none() | TENANT),
     st.builds(msg.Keys, st.booleans()),
     st.just(msg.Stats()),
     st.just(msg.Flush()),
-    st.builds(msg.Pin, KEYS, U64),
-    st.builds(msg.Unpin, KEYS),
+    st.builds(msg.Pin, HOLDER, KEYS, U64),
+    st.builds(msg.Unpin, HOLDER),
+    st.builds(msg.Extend, HOLDER, U64),
 )
 STATS = st.builds(TierStats, *[U64 for _ in fields(TierStats)])
 REPLY = st.one_of(
@@ -118,8 +120,8 @@ def test_a_wrong_head_is_named(head: bytes, complaint: str) -> None:
         (99, b"", "kind 99 is no request"),
         (msg.Op.GET, bytes(72), "request get, key: a chunk holds 1 to"),
         (msg.Op.PUT, ChunkKey(bytes(32), bytes(32), 1).to_bytes() + b"\x04", "request put, flags: 4 is more than 3"),
-        (msg.Op.CONTAINS, bytes(73), "request contains, keys: 73 bytes are no whole number"),
-        (msg.Op.CONTAINS, bytes(72 * (msg.KEYS_MAX + 1)), "keys are too many, the limit is 4096"),
+        (msg.Op.CONTAINS, bytes(8 + 73), "request contains, keys: 73 bytes are no whole number"),
+        (msg.Op.CONTAINS, bytes(8 + 72 * (msg.KEYS_MAX + 1)), "keys are too many, the limit is 4096"),
         (msg.Op.CLEAR, b"\x02\x01\x00\xff", "request clear, tenant: it isn't UTF-8"),
         (msg.Op.CLEAR, b"\x02\xff\xff", "request clear, tenant: 65535 bytes are too long"),
         (msg.Op.FLUSH, b"x", "request flush, the end: 1 bytes are too many"),
@@ -138,4 +140,4 @@ def test_a_long_complaint_is_cut_between_characters() -> None:
 
 def test_what_does_not_fit_a_first_frame_is_refused_before_it_is_sent() -> None:
     with pytest.raises(ValueError, match=f"a frame takes {HELLO_BYTES_MAX}"):
-        msg.encode_request(1, msg.Hello(bytes(16), "x" * 5000))
+        msg.encode_request(1, msg.Hello("x" * 5000))
