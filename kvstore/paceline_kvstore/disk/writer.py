@@ -223,7 +223,8 @@ class Writer:
     def failed(self, error: OSError) -> None:
         """Count, and write to another file next time.
 
-        A full disk bounds the tier to what it has for a while, anything else stops writing for a while.
+        A full disk bounds the tier to what it has for a while, anything else stops writing for a while; but a file that
+        somebody removed says nothing of the device.
         """
         with self._catalog.lock:
             self._catalog.stats.errors += 1
@@ -231,7 +232,7 @@ class Writer:
             if error.errno in FULL:
                 self._limit = self._catalog.bytes_used
                 self._limited_until = self._steady() + FULL_S
-            else:
+            elif error.errno != errno.ENOENT:
                 self._paused_until = self._steady() + PAUSE_S
 
     def _withdraw(self, segment: Segment, offset: int, record: Record) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.tiered.fetch import Fetch
 from paceline_kvstore.tiered.store import TieredStore
+from paceline_kvstore.tiers import DiskTier
 
 SECONDS = 20.0
 STEPS = 120
@@ -109,6 +113,70 @@ def test_any_schedule_conserves_bytes_leases_and_queues(
     assert store.flush(SECONDS) is True
     _check_all_is_over(store)
     assert store.close(SECONDS)
+
+
+def _damage(folder: Path, dice: random.Random) -> None:
+    """What happens to files: bits turn, ends and whole files go."""
+    segments = sorted(folder.glob("segment-*"))
+    if not segments:
+        return
+    path = dice.choice(segments)
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        size = path.stat().st_size
+        match dice.randrange(8):
+            case 0:
+                path.unlink()
+            case 1:
+                file.truncate(dice.randrange(size + 1))
+            case _:
+                at = dice.randrange(max(1, size))
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1 << dice.randrange(8)]) if byte else b"x")
+
+
+def test_a_disk_that_rots_under_load_serves_nothing_wrong(
+    make_store: Callable[..., TieredStore], key: Any, payload: Payloads, tmp_path: Path
+) -> None:
+    """Memory holds next to nothing, so that all reads are of files that are damaged at every moment."""
+    store = make_store(memory_chunks=2, disk={"capacity": 1 << 20, "needs_second_offer": False})
+    chains = [[key(100 * number + index) for index in range(8)] for number in range(12)]
+    dice = random.Random(5)
+
+    def load(chain: list[ChunkKey]) -> int:
+        """Load a chain, check what comes, and offer the rest again, as an engine does that had to compute it."""
+        fetch = store.fetch(store.lookup(chain, bytes_per_token=256).plan, SECONDS)
+        fetch.wait(SECONDS)
+        loaded = [(chunk, bytes(lease.payload)) for chunk, lease in fetch.poll()]
+        assert loaded == [(chunk, payload(chunk)) for chunk in chain[: len(loaded)]]
+        for index in range(len(loaded), len(chain)):
+            store.offer(chain[index], payload(chain[index]), parent=chain[index - 1] if index else None)
+        return len(loaded)
+
+    num_loaded = 0
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(12):
+            running = [pool.submit(load, dice.choice(chains)) for _ in range(40)]
+            for _ in range(20):
+                _damage(tmp_path / "kv", dice)
+                wait(running, timeout=0.0005)
+            num_loaded += sum(future.result() for future in running)
+            store.flush(SECONDS)  # False where a file is gone.
+    assert num_loaded > 100
+    disk = store.levels[1].tier
+    assert disk.stats.corrupt > 0
+    assert 0 < len(disk.quarantine.latest()) <= 64  # type: ignore[attr-defined]
+    until = threading.Event()
+    while any(level.reads.num_jobs or level.writes.num_jobs for level in store.levels):
+        until.wait(0.002)
+    assert store.leases.num == 0
+    assert all(level.reads.failed == level.writes.failed == level.counts.errors == 0 for level in store.levels)
+    disk.check_integrity()  # type: ignore[attr-defined]
+    assert store.close(SECONDS)
+    reopened = DiskTier(tmp_path / "kv", 1 << 20)
+    assert all(reopened.get(chunk) in (None, payload(chunk)) for chunk in list(reopened.keys()))
+    reopened.close()
 
 
 def _check_all_is_over(store: TieredStore) -> None:
