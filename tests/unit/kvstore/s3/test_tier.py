@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -464,3 +465,28 @@ def test_bad_objects_without_end_are_counted_and_only_the_latest_remembered(benc
     assert [tier.get(make_key(n)) for n in range(70)] == [None] * 70
     assert tier.quarantine.counts["corrupt"] == tier.stats.corrupt == 70
     assert [refusal.key for refusal in tier.quarantine.latest()] == [make_key(n) for n in range(6, 70)]
+
+
+def test_a_pack_damaged_anywhere_gives_right_chunks_or_none(bench: Any, make_key: Key):
+    keys = [make_key(n) for n in range(1, 7)]
+    put_chain(bench.tier(linger=60.0), keys)
+    (name,) = bench.names()
+    good, dice = bench.object(name), random.Random(3)
+    knowing, found = bench.tier(), []
+    assert knowing.contains(keys) == 6
+    for number in range(24):
+        body = bytearray(good)
+        at = dice.randrange(1000 if number % 2 else len(body))  # Half of them in the index and the first header.
+        if number % 4 == 3:
+            del body[at:]
+        else:
+            body[at] ^= 1 << dice.randrange(8)
+        bench.overwrite(name, bytes(body))
+        if number % 6 == 0:
+            knowing = bench.tier()
+        found += [held(knowing, keys), held(knowing, keys)]  # With what is known of its places, and without.
+        assert knowing.contains(keys) <= 6
+    assert [] in found, "without an index nothing is found"
+    assert any(0 < len(numbers) < 6 for numbers in found), "a chunk that is hit spoils no other"
+    bench.overwrite(name, good)
+    assert held(bench.tier(), keys[:1]) == [1]
