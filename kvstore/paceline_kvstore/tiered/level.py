@@ -36,6 +36,8 @@ from paceline_kvstore.tiers.guarded import GuardedTier
 
 MIB = 1 << 20
 NAMES_REMEMBERED = 65_536
+STUCK_S = 10.0
+"""Nothing is asked of a place that has not answered a read for so long; no request waits longer."""
 READ_SECONDS_BUCKETS = (
     0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
 )  # fmt: skip
@@ -116,8 +118,8 @@ class Level:
         name = f"kv-{options.name}"
         reads = PoolLimits(options.readers, options.read_jobs, 1 << 62, options.read_bytes)
         writes = PoolLimits(options.writers, options.read_jobs, options.write_bytes, options.write_bytes)
-        self.reads = WorkPool(f"{name}-read", reads)
-        self.writes = WorkPool(f"{name}-write", writes)
+        self.reads = WorkPool(f"{name}-read", reads, clock)
+        self.writes = WorkPool(f"{name}-write", writes, clock)
         self._observed = layer(tier, Observable)
         self._traced = layer(tier, Traceable)
         self._indexed = layer(tier, Indexed)
@@ -153,6 +155,11 @@ class Level:
         for key in old:
             self.count(expired=self.delete(key))
         return old
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a read hangs, as on a device that has gone; over as soon as it returns."""
+        return self.reads.longest_s > STUCK_S
 
     def has(self, key: ChunkKey) -> bool:
         """Whether the chunk is there, as far as is known without asking. Does not wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,9 +44,10 @@ class PoolLimits:
 class WorkPool:
     """First come, first served. Threads start when there is work for them and end with `close`."""
 
-    def __init__(self, name: str, limits: PoolLimits) -> None:
+    def __init__(self, name: str, limits: PoolLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.limits = limits
+        self._clock = clock
         self.failed = 0
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -53,6 +55,7 @@ class WorkPool:
         self._running = 0
         self._running_bytes = 0
         self._idle = 0
+        self._begun: dict[int, float] = {}  # By thread.
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
@@ -67,6 +70,12 @@ class WorkPool:
         """Bytes of those jobs."""
         with self._changed:
             return self._waiting_bytes + self._running_bytes
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds since the oldest job under way began; 0 if there is none."""
+        with self._changed:
+            return self._clock() - min(self._begun.values()) if self._begun else 0.0
 
     def submit(self, job: Job) -> bool:
         """Do it soon; False, and nothing was called, if there is no room. Never waits for a job."""
@@ -138,6 +147,7 @@ class WorkPool:
             self._running -= 1
             self._running_bytes -= num_bytes
             self._idle += 1
+            del self._begun[threading.get_ident()]
             self._changed.notify_all()
         return True
 
@@ -150,6 +160,7 @@ class WorkPool:
                     self._running_bytes += job.num_bytes
                     self._running += 1
                     self._idle -= 1
+                    self._begun[threading.get_ident()] = self._clock()
                     return job
                 if self._is_closed:
                     return None

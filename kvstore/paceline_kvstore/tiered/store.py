@@ -269,11 +269,12 @@ class TieredStore:
         """The first level that has the chunk, as far as is known at once; one on its way is as good as in the first."""
         if self.writes.find(key) is not None:
             return self.levels[0]
-        return next((level for level in self.levels if level.options.is_indexed and level.has(key)), None)
+        indexed = (level for level in self.levels if level.options.is_indexed)
+        return next((level for level in indexed if level.has(key) and not level.is_stuck), None)
 
     def _probe(self, level: Level, keys: Sequence[ChunkKey], answer: Callable[[int], None]) -> bool:
         job = Job(lambda: answer(level.probe(keys, PROBE_SECONDS)), lambda: answer(0), 0)
-        if level.reads.submit(job):
+        if not level.is_stuck and level.reads.submit(job):
             return True
         level.count(probes_refused=1)
         return False

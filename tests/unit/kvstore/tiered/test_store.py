@@ -12,6 +12,7 @@ import pytest
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.reuse import Prefill, ReuseMode
 from paceline_kvstore.tiered.fetch import Fetch
+from paceline_kvstore.tiered.level import STUCK_S
 from paceline_kvstore.tiered.lookup import Plan
 from paceline_kvstore.tiered.store import ChunkEvent, TieredStore
 from paceline_kvstore.tiers import MemoryTier
@@ -166,6 +167,37 @@ def test_the_late_tail_is_dropped_at_the_deadline(make_store: Make, held: Any, k
     _wait(lambda: store.levels[1].reads.num_jobs == 0)
     assert store.levels[1].counts.late == 1
     assert store.leases.num == store.leases.num_bytes == 0
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_level_whose_reads_hang_is_passed_by_until_one_returns(
+    make_store: Make, held: Any, key: Keys, payload: Payloads, is_indexed: bool
+) -> None:
+    now = [100.0]
+    store = make_store(other=(held, {"readers": 1, "is_indexed": is_indexed}), clock=lambda: now[0])
+    keys = _chain(key, 2)
+    for name in keys:
+        held.put(name, payload(name))
+
+    def found() -> int:
+        lookup = store.lookup(keys)
+        assert lookup.wait(SECONDS)
+        return len(lookup.plan)
+
+    lookup = store.lookup(keys)
+    assert lookup.wait(SECONDS)
+    held.reads.shut()
+    fetch = store.fetch(lookup.plan, deadline_s=5.0)
+    held.reads.wait_entered()
+    if is_indexed:  # Else the question would wait for the one reader.
+        assert found() == 2
+    now[0] += STUCK_S + 0.001
+    assert fetch.is_done and fetch.num_leading == 0
+    assert [found() for _ in range(3)] == [0, 0, 0], "nobody else waits for it"
+    held.reads.set()
+    _settled(store)
+    assert found() == 2, "it is back by itself"
+    assert store.leases.num == 0
 
 
 def test_chunks_after_a_missing_one_are_not_handed_over(
