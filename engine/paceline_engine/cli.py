@@ -29,7 +29,6 @@ Sizes: 256Mi, 2Gi, 0 is off where it says so. Durations: 800ms, 120s, 1h30m. Exi
 _CORE = EngineConfig(model_dir="")
 # Defaults that typer parses like input, so that --help shows them as users write them.
 _MEMORY = cast("int", "256Mi")
-_DISK = cast("int", "8Gi")
 _CACHE = cast("int", "100Gi")
 _DRAIN = cast("float", "120s")
 _PROGRESS = cast("float", "10s")
@@ -103,8 +102,9 @@ def serve(
     speculative_lenience: opt.SpeculativeLenience = _CORE.speculative_lenience,
     kv_cache_memory: opt.KVCacheMemory = None,
     kv_store_memory: opt.KVStoreMemory = _MEMORY,
-    kv_store_disk: opt.KVStoreDisk = _CORE.kv_store_disk,
-    kv_store_disk_capacity: opt.KVStoreDiskCapacity = _DISK,
+    kv_store_config: opt.KVStoreConfig = None,
+    kv_store_disk: opt.KVStoreDisk = None,
+    kv_store_disk_capacity: opt.KVStoreDiskCapacity = None,
     max_loras: opt.MaxLoras = _CORE.max_loras,
     max_lora_rank: opt.MaxLoraRank = _CORE.max_lora_rank,
     drain_timeout: opt.DrainTimeout = _DRAIN,
@@ -136,7 +136,7 @@ def _serve_options(given: dict[str, Any]) -> Any:
     """ServeOptions from the command's arguments; those that only the core knows go to it by name."""
     from paceline_engine.models.loader import default_cache_dir
     from paceline_engine.models.source import default_name
-    from paceline_engine.server.options import ServeOptions
+    from paceline_engine.server.options import ServeOptions, kv_store_document
 
     mine = {name: value for name, value in given.items() if name in ServeOptions.__slots__}
     core = {name: value for name, value in given.items() if name in EngineConfig.__struct_fields__ and name not in mine}
@@ -145,7 +145,9 @@ def _serve_options(given: dict[str, Any]) -> Any:
         "speculative_traffic_classes": opt.traffic_classes(given["speculative_traffic_class"]),
     }
     core |= {"kv_cache_bytes": given["kv_cache_memory"], "kv_store_bytes": given["kv_store_memory"]}
-    core["kv_store_disk_bytes"] = given["kv_store_disk_capacity"]
+    core["kv_store"] = kv_store_document(
+        given["kv_store_config"], given["kv_store_disk"], given["kv_store_disk_capacity"]
+    )
     mine["served_model_name"] = given["served_model_name"] or default_name(given["model"])
     mine["cache_dir"] = given["cache_dir"] or default_cache_dir()
     core["native_dir"] = str(mine["cache_dir"])

@@ -184,15 +184,25 @@ KVCacheMemory = Annotated[
 KVStoreMemory = Annotated[
     int, typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for preempted requests' KV; 0 recomputes it.")
 ]
+KVStoreConfig = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON file with the settings of the store where KV of prompts outlives the GPU: memory, disk, node, s3.",
+    ),
+]
 KVStoreDisk = Annotated[
-    str,
+    Path | None,
     typer.Option(
         metavar="PATH",
-        help="Folder, for this engine alone, where KV of prompts outlives a restart. Without it none does.",
+        help="Short for a store on disk: a folder, for this engine alone, where KV of prompts outlives a restart.",
     ),
 ]
 KVStoreDiskCapacity = Annotated[
-    int, typer.Option(parser=_SIZE, metavar="SIZE", help="Most bytes that the files of --kv-store-disk may take.")
+    int | None,
+    typer.Option(
+        parser=_SIZE, metavar="SIZE", help="Most bytes that the files of --kv-store-disk may take. Default: 8Gi."
+    ),
 ]
 MaxLoras = Annotated[int, typer.Option(min=1, help="LoRA adapters that may be loaded at once.")]
 MaxLoraRank = Annotated[int, typer.Option(min=1, help="Highest rank of a LoRA adapter.")]

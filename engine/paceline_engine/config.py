@@ -48,11 +48,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefill_chunk_tokens: one request's share of a step. block_size: tokens of a KV block. kv_cache_bytes: the block
     pool of each device; None is what gpu_memory_utilization, a share of a GPU's memory, leaves beside weights and
     activations, and KV_CACHE_BYTES elsewhere. enforce_eager: no CUDA graphs. kv_store_bytes: memory for preempted
-    sequences' KV; 0 recomputes it, as the simulated device, which holds no KV, always does. kv_store_disk: folder where
-    prefixes' KV outlives the process, "" for none; kv_store_disk_bytes bounds its files. max_num_waiting: queued
-    requests. enable_prefix_caching: share KV of equal prefixes; prefix_index: how it is looked up. batching: when a
-    place is refilled; batch_wait_ms: how long a dynamic batch may take to fill. scheduling_policy: what requests are
-    ordered by. max_preemptions: how often one may lose its blocks; 0 reserves the longest length of each.
+    sequences' KV; 0 recomputes it, as the simulated device, which holds no KV, always does. kv_store: settings, as
+    JSON, of the store where prefixes' KV outlives the device, "" for none. max_num_waiting: queued requests.
+    enable_prefix_caching: share KV of equal prefixes; prefix_index: how it is looked up. batching: when a place is
+    refilled; batch_wait_ms: how long a dynamic batch may take to fill. scheduling_policy: what requests are ordered by.
+    max_preemptions: how often one may lose its blocks; 0 reserves the longest length of each.
     speculative_method: who guesses tokens ahead; speculative_num_tokens: guesses a step, None adapts;
     speculative_traffic_classes: (class, on) where it isn't on. speculative_model: folder of the converted draft model;
     speculative_quantization: of the drafter's weights, auto is int4 for selfDraft with all layers where it can be had;
@@ -80,8 +80,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_cache_bytes: int | None = None
     kv_store_bytes: int = 256 * MIB
-    kv_store_disk: str = ""
-    kv_store_disk_bytes: int = 8192 * MIB
+    kv_store: str = ""
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
     prefix_index: Literal["hash", "radix"] = "hash"
@@ -128,8 +127,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         for name in ("kv_store_bytes", "simulated_alpha_ms", "simulated_beta_ms", "batch_wait_ms", "max_preemptions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if self.kv_store_disk and not self.enable_prefix_caching:
-            raise ValueError("kv_store_disk needs enable_prefix_caching: KV comes back through that cache")
+        if self.kv_store and not self.enable_prefix_caching:
+            raise ValueError("a KV store needs enable_prefix_caching: KV comes back through that cache")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2 tokens, not {self.max_model_len}")
         if self.speculative_num_tokens is not None and not 1 <= self.speculative_num_tokens <= MAX_GUESSES:

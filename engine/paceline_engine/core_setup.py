@@ -5,9 +5,9 @@ Imports no torch itself; the chosen backend may.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from paceline_api.identity import NamespaceFields, namespace_digest
 from paceline_engine.backends.base import Backend, CanDraft, HoldsKV
@@ -22,12 +22,13 @@ from paceline_engine.core.step_log import RecordingPrefixes, RecordingStore
 from paceline_engine.core.stored_kv import num_chunk_blocks
 from paceline_engine.core.stored_prefixes import StoredPrefixes
 from paceline_engine.models.loader import LoadedModel, load_model_dir
+from paceline_engine.prefix_store import PrefixStore
 from paceline_engine.sizing import SetupError, size_blocks
-from paceline_engine.tier_store import TierStore
-from paceline_kvstore.errors import FolderUnusable
-from paceline_kvstore.tiers.disk import DiskTier
+from paceline_kvstore.config import BadSettings, parse_settings
+from paceline_kvstore.errors import KVStoreError
+from paceline_kvstore.opening import open_store
 
-# A disk tier refuses what is larger than a part of it, and evicts several chunks at once.
+# A tier refuses what is larger than a part of it, and may evict several chunks at once.
 LEAST_CHUNKS = 32
 
 
@@ -43,7 +44,7 @@ class Core:
     max_model_len: int
     namespace_digest: str
     overlapped: bool = False
-    prefixes: TierStore | None = None
+    prefixes: PrefixStore | None = None
 
 
 def identity(config: EngineConfig, loaded: LoadedModel) -> str:
@@ -82,27 +83,33 @@ def speculation(config: EngineConfig, backend: Backend) -> SpeculationConfig:
     )
 
 
-def open_prefixes(config: EngineConfig, backend: Backend, digest: str) -> TierStore | None:
+def open_prefixes(config: EngineConfig, backend: Backend, digest: str) -> PrefixStore | None:
     """The store of prefixes, if there is to be one. Raises SetupError with one line if it can't be had."""
-    if not config.kv_store_disk:
+    if not config.kv_store:
         return None
+    try:
+        settings = parse_settings(json.loads(config.kv_store))
+    except (BadSettings, json.JSONDecodeError) as error:
+        raise SetupError(f"KV store: {error}") from error
     copier = backend.chunk_copier if isinstance(backend, HoldsKV) else None
     if copier is None:
         raise SetupError(
-            f"kv-store-disk: KV of {config.tensor_parallel_size} {config.device} devices can't be stored; leave it out"
+            f"KV store: KV of {config.tensor_parallel_size} {config.device} devices can't be stored; leave it out"
         )
     chunk_tokens = num_chunk_blocks(config.block_size) * config.block_size
     least = LEAST_CHUNKS * copier.num_bytes(chunk_tokens)
-    if config.kv_store_disk_bytes < least:
-        raise SetupError(
-            f"kv-store-disk-capacity: {config.kv_store_disk_bytes} bytes are too few for chunks of {chunk_tokens} "
-            f"tokens; give it at least {-(-least // MIB)}Mi"
-        )
+    capacities = {"memory": settings.memory, "disk": settings.disk.capacity if settings.disk is not None else None}
+    for tier, capacity in capacities.items():
+        if capacity is not None and capacity < least:
+            raise SetupError(
+                f"KV store: {tier}.capacity: {capacity} bytes are too few for chunks of {chunk_tokens} tokens; give it "
+                f"at least {-(-least // MIB)}Mi"
+            )
     try:
-        tier = DiskTier(Path(config.kv_store_disk), config.kv_store_disk_bytes)
-    except (FolderUnusable, OSError) as error:
-        raise SetupError(f"kv-store-disk: {error}") from error
-    return TierStore(tier, "disk", copier, digest, chunk_tokens)
+        store = open_store(settings, allocate=copier.allocate)
+    except (KVStoreError, OSError) as error:
+        raise SetupError(f"KV store: {error}") from error
+    return PrefixStore(store, copier, digest, chunk_tokens)
 
 
 def build_core(config: EngineConfig) -> Core:

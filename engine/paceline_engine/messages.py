@@ -45,16 +45,17 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 class AddRequest(Struct, frozen=True, kw_only=True, tag="add"):
     """One accepted request.
 
-    salt: isolates tenants' cached KV; part of the first block's hash. priority: lower runs first, as in vLLM.
-    ttft_s, e2e_s: seconds from arrival by which the first and the last token must be out; None is no limit. adapter:
-    name of a loaded LoRA adapter. grammar_id: of the LoadGrammar whose grammar the output follows. traffic_class: what
-    speculation is switched by. embed: answer with the prompt's embedding, no tokens.
+    salt: isolates tenants' cached KV; part of the first block's hash. tenant: whose quota of stored KV it is. priority:
+    lower runs first, as in vLLM. ttft_s, e2e_s: seconds from arrival by which the first and the last token must be out;
+    None is no limit. adapter: name of a loaded LoRA adapter. grammar_id: of the LoadGrammar whose grammar the output
+    follows. traffic_class: what speculation is switched by. embed: answer with the prompt's embedding, no tokens.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     salt: str = ""
+    tenant: str = ""
     priority: int = 0
     ttft_s: float | None = None
     e2e_s: float | None = None

@@ -9,7 +9,7 @@ from paceline_engine.core.outputs import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from paceline_engine.core.kv_manager import SequenceStore
-    from paceline_engine.tier_store import CopiesChunks
+    from paceline_engine.prefix_store import CopiesChunks
 
 
 class Backend(Protocol):

@@ -47,6 +47,7 @@ class Request:
     max_total_tokens: int
     stop_ids: frozenset[int] = frozenset()
     salt: str = ""
+    tenant: str = ""
     priority: int = 0
     adapter: str | None = None
     adapter_digest: str = ""
@@ -101,6 +102,7 @@ class Request:
             else min(num_prompt_tokens + sampling.max_tokens, max_model_len),
             stop_ids=frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))),
             salt=message.salt,
+            tenant=message.tenant,
             priority=message.priority,
             adapter=message.adapter,
             adapter_digest=adapter_digest,

@@ -246,7 +246,8 @@ class Scheduler:
             passed_by = self._what_comes(request, cached, ahead, now)
             holdup = passed_by or self._why_not_now(request, cached, reserved, budget, now)
             if holdup is None and stored is not None:
-                num_tokens = stored.begin(request, cached, now, speed, in_flight=in_flight)
+                num_ahead = sum(other.num_pending_tokens for other in ahead)
+                num_tokens = stored.begin(request, cached, now, speed, num_ahead, in_flight=in_flight)
                 passed_by = holdup = ("kv", num_tokens) if num_tokens else None
                 reserved += stored.num_reserved(request)
                 if holdup is None and self._is_hopeless(request, now):
@@ -410,7 +411,7 @@ class Scheduler:
                     outputs.append(self._deliver(request, result, now))
         self._measure(plan, results, seconds)
         if self.kv.stored is not None:
-            self.kv.stored.start()
+            self.kv.stored.start(now)
         return outputs
 
     def _measure(self, plan: StepPlan, results: Mapping[str, StepResult], seconds: float) -> None:

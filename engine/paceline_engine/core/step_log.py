@@ -16,7 +16,7 @@ from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.request import Request
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.state import SchedulerState
-from paceline_engine.core.stored_kv import Arrived, ChunkLoad, StoredKV
+from paceline_engine.core.stored_kv import Arrived, ChunkLoad, StoredKV, Wanted
 from paceline_engine.messages import AddRequest
 from paceline_engine.records import Struct, require_msgspec
 
@@ -127,9 +127,9 @@ class RecordingPrefixes:
         self._found: list[int | None] = []
         self._arrived: tuple[Arrived, ...] = ()
 
-    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
+    def find(self, wanted: Wanted) -> int | None:
         """As the store."""
-        self._found.append(self._store.find(request_id, chain, first))
+        self._found.append(self._store.find(wanted))
         return self._found[-1]
 
     def begin(self, load: ChunkLoad) -> None:
@@ -145,9 +145,9 @@ class RecordingPrefixes:
         """As the store."""
         self._store.cancel(request_id)
 
-    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
-        """As the store."""
-        self._store.offer(key, parent, block_ids)
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int], tenant: str) -> bool:
+        """As the store. No plan depends on the answer, so it isn't noted."""
+        return self._store.offer(key, parent, block_ids, tenant)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """As the store."""
@@ -170,7 +170,7 @@ class _PrefixAnswers:
         self.found: deque[int | None] = deque()
         self.arrived: tuple[Arrived, ...] = ()
 
-    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
+    def find(self, wanted: Wanted) -> int | None:
         return self.found.popleft() if self.found else 0
 
     def begin(self, load: ChunkLoad) -> None:
@@ -182,8 +182,8 @@ class _PrefixAnswers:
     def cancel(self, request_id: str) -> None:
         pass
 
-    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
-        pass
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int], tenant: str) -> bool:
+        return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
         pass

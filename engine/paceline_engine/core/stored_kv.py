@@ -21,11 +21,32 @@ def num_chunk_blocks(block_size: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A prompt that stored KV may save computing, and what computing it would come to.
+
+    chain: the hash at the end of each whole chunk of the prompt; those before `first` are not needed. num_tokens: from
+    there to the prompt's end. tokens_per_s: speed of prefill, 0 while it isn't known. queue_s: until prefill would
+    begin. deadline_s: from now; what is not there by then is of no use. may_wait: else what isn't known by now isn't
+    waited for. tenant: whose KV it is, for quotas.
+    """
+
+    request_id: str
+    chain: Sequence[bytes]
+    first: int
+    num_tokens: int
+    tokens_per_s: float
+    queue_s: float
+    deadline_s: float
+    may_wait: bool
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLoad:
     """Chunks to write into blocks. chain: the hash at the end of each chunk of the prompt, up to the last one wanted.
 
     Those from `first` on go into block_ids, in order. num_present leading ones of these blocks have their KV already
-    and others may be reading it: they must not be written.
+    and others may be reading it: they must not be written. deadline_s and tenant: as in `Wanted`.
     """
 
     request_id: str
@@ -33,6 +54,8 @@ class ChunkLoad:
     first: int
     block_ids: tuple[int, ...]
     num_present: int
+    deadline_s: float
+    tenant: str
 
 
 class Arrived(Struct, frozen=True, kw_only=True):
@@ -46,15 +69,16 @@ class Arrived(Struct, frozen=True, kw_only=True):
 class StoredKV(Protocol):
     """Finds, loads and keeps chunks of KV, keyed by hashes of the block chain. No call waits for a disk or network."""
 
-    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
+    def find(self, wanted: Wanted) -> int | None:
         """How many leading chunks of the chain, those before `first` included, to load; None: ask again.
 
-        At most `first` if nothing is worth it. A promise of nothing: chunks may be gone when they are loaded.
+        At most `first` if nothing is worth it; else `begin` or `cancel` follows. A promise of nothing: chunks may be
+        gone when they are loaded.
         """
         ...
 
     def begin(self, load: ChunkLoad) -> None:
-        """Write chunks into blocks that nobody else touches until the load is over or cancelled."""
+        """Write chunks that were found into blocks that nobody else touches until the load is over or cancelled."""
         ...
 
     def poll(self) -> Sequence[Arrived]:
@@ -65,8 +89,11 @@ class StoredKV(Protocol):
         """End a request's lookup or load, if there is one: afterwards no block is written, and nothing told."""
         ...
 
-    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
-        """Keep a copy of a chunk. The blocks may be reused as soon as this returns."""
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int], tenant: str) -> bool:
+        """Keep a copy of a chunk, if it is worth it. The blocks may be reused as soon as this returns.
+
+        False: there is no room for it now; offer it again.
+        """
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:

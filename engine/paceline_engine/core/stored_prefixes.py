@@ -10,14 +10,13 @@ I/O.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline_engine.core.block_pool import BlockPool, BlockPoolError
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.request import Request
-from paceline_engine.core.stored_kv import ChunkLoad, StoredKV
+from paceline_engine.core.stored_kv import ChunkLoad, StoredKV, Wanted
 from paceline_engine.records import Struct
 
 # Loads beside the first one hold at most this share of the pool together.
@@ -55,17 +54,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A whole chunk, as long as its blocks still hold what `hashes` say."""
+    """A whole chunk of a tenant's, as long as its blocks still hold what `hashes` say."""
 
     parent: bytes | None
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    tenant: str
 
 
 class StoredPrefixes:
     """Loads and offers of one pool and its prefix cache. num_loaded_tokens: that came, by the tier they came from.
 
-    chunk_blocks: blocks of a chunk.
+    chunk_blocks: blocks of a chunk. num_dropped_offers: chunks that gave way to newer ones while the store had no room.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class StoredPrefixes:
         self.store = store
         self.max_wait_s = max_wait_s
         self.num_loaded_tokens: dict[str, int] = {}
+        self.num_dropped_offers = 0
         self._pool = pool
         self._cache = cache
         self._block_size = block_size
@@ -87,7 +88,9 @@ class StoredPrefixes:
         self._loads: dict[str, Load] = {}
         self._lookups: dict[str, float] = {}
         self._unbegun: list[Load] = []
-        self._offers: deque[_Offer] = deque(maxlen=MAX_OFFERS)
+        # By the last hash, oldest first.
+        self._offers: dict[bytes, _Offer] = {}
+        self._is_store_full = False
 
     @property
     def loads(self) -> list[Load]:
@@ -116,8 +119,10 @@ class StoredPrefixes:
         for load in self.loads:
             if now >= load.until:
                 self._cancel(load)
+        self._is_store_full = False
         for _ in range(OFFERS_PER_STEP):
-            self._offer_next()
+            if not self._offer_next():
+                break
 
     def num_awaited(self, request: Request, cached: Sequence[int], now: float, speed: float) -> int:
         """Tokens behind the cached ones that are being loaded, for this request or another; 0: don't wait.
@@ -138,11 +143,13 @@ class StoredPrefixes:
                 return num_equal * self._block_size
         return 0
 
-    def begin(self, request: Request, cached: Sequence[int], now: float, speed: float, *, in_flight: bool) -> int:
+    def begin(
+        self, request: Request, cached: Sequence[int], now: float, speed: float, num_ahead: int, *, in_flight: bool
+    ) -> int:
         """Look the request up, and load what is worth it: tokens to wait for. Blocks for all its tokens must be free.
 
-        in_flight: a step is, and it may still write to blocks that are free in the books, so the store begins when that
-        step is booked (`start`).
+        num_ahead: tokens that are computed before its own. in_flight: a step is, and it may still write to blocks that
+        are free in the books, so the store begins when that step is booked (`start`).
         """
         if not self._may_wait(request, now, speed):
             return 0
@@ -154,20 +161,52 @@ class StoredPrefixes:
             self.drop(request)
             request.may_load = False
             return 0
-        found = self.store.find(request.request_id, chain, first)
+        found = self._find(request, chain, first, now, speed, num_ahead)
         if found is None:
-            self._lookups[request.request_id] = request.load_until
             return (len(chain) * size - num_cached) * self._block_size
-        self._lookups.pop(request.request_id, None)
         request.may_load = False
         num_chunks = min(found, len(chain), first + self._most_blocks() // size)
         # Computing the rest of a chunk is quicker than fetching all of it for a little.
         if num_chunks * size - num_cached < max(1, size // 2):
+            if found > first:
+                self.store.cancel(request.request_id)
             return 0
-        self._begin(request, cached, chain[:num_chunks], in_flight)
+        self._begin(request, cached, chain[:num_chunks], now, in_flight)
         return (num_chunks * size - num_cached) * self._block_size
 
-    def _begin(self, request: Request, cached: Sequence[int], chain: Sequence[bytes], in_flight: bool) -> None:
+    def _find(
+        self, request: Request, chain: Sequence[bytes], first: int, now: float, speed: float, num_ahead: int
+    ) -> int | None:
+        """As `StoredKV.find`."""
+        assert request.load_until is not None
+        num_tokens = request.num_tokens - first * self.chunk_blocks * self._block_size
+        # What is left of the prompts that are being loaded is computed first, too.
+        num_ahead += sum(load.request.num_tokens - len(load.block_ids) * self._block_size for load in self.loads)
+        queue_s, compute_s = (num_ahead / speed, num_tokens / speed) if speed > 0.0 else (0.0, math.inf)
+        # Nobody waits longer to hear what there is than computing it would take.
+        until = self._lookups.get(request.request_id, min(request.load_until, now + queue_s + compute_s))
+        found = self.store.find(
+            Wanted(
+                request_id=request.request_id,
+                chain=chain,
+                first=first,
+                num_tokens=num_tokens,
+                tokens_per_s=speed,
+                queue_s=queue_s,
+                deadline_s=request.load_until - now,
+                may_wait=now < until,
+                tenant=request.tenant,
+            )
+        )
+        if found is None:
+            self._lookups[request.request_id] = until
+        else:
+            self._lookups.pop(request.request_id, None)
+        return found
+
+    def _begin(
+        self, request: Request, cached: Sequence[int], chain: Sequence[bytes], now: float, in_flight: bool
+    ) -> None:
         # Held first, so that none of them is handed out as a new one.
         for block_id in cached:
             self._pool.share(block_id)
@@ -177,9 +216,9 @@ class StoredPrefixes:
         self._loads[request.request_id] = load
         self._unbegun.append(load)
         if not in_flight:
-            self.start()
+            self.start(now)
 
-    def start(self) -> None:
+    def start(self, now: float) -> None:
         """No step is in flight but one that was planned after these loads took their blocks."""
         for load in self._unbegun:
             size, request = self.chunk_blocks, load.request
@@ -192,6 +231,8 @@ class StoredPrefixes:
                     first=first,
                     block_ids=tuple(load.block_ids[first * size :]),
                     num_present=load.num_shared - first * size,
+                    deadline_s=load.until - now,
+                    tenant=request.tenant,
                 )
             )
         self._unbegun.clear()
@@ -201,7 +242,10 @@ class StoredPrefixes:
         return _may_load(request) or request.request_id in self._loads
 
     def attached(self, request: Request) -> None:
-        """The request runs on cached blocks: they were offered by whoever filled them."""
+        """The request runs on cached blocks: those that the device had are in use again, so they are offered again."""
+        if request.num_preemptions == 0:
+            end = request.load_start // self._block_size if request.loaded_tokens else request.num_published_blocks
+            self._offer(request, 0, min(end, request.num_published_blocks) // self.chunk_blocks)
         request.num_offered_chunks = max(request.num_offered_chunks, request.num_published_blocks // self.chunk_blocks)
         if request.num_preemptions == 0 and request.loaded_tokens:
             left = max(0, request.num_computed_tokens - request.load_start)
@@ -251,23 +295,25 @@ class StoredPrefixes:
 
     def note(self, request: Request) -> None:
         """Have the store offered, soon, the chunks that the request has published since the last time."""
-        size = self.chunk_blocks
-        for index in range(request.num_offered_chunks, request.num_published_blocks // size):
-            hashes = request.block_hashes
-            begin, end = index * size, (index + 1) * size
-            parent = hashes[begin - 1] if begin else None
-            self._offers.append(_Offer(parent, tuple(hashes[begin:end]), tuple(request.block_ids[begin:end])))
-            request.num_offered_chunks = index + 1
+        end = request.num_published_blocks // self.chunk_blocks
+        self._offer(request, request.num_offered_chunks, end)
+        request.num_offered_chunks = max(request.num_offered_chunks, end)
 
     def offer_all(self) -> None:
-        """Hand over every chunk that waits: the engine ends."""
-        while self._offers:
-            self._offer_next()
+        """Hand over every chunk that waits, as far as the store takes them: the engine ends."""
+        while self._offer_next():
+            pass
+        self.num_dropped_offers += len(self._offers)
+        self._offers.clear()
 
     def seconds_to_wait(self, now: float) -> float:
         """How long a step without anything else to do may be put off, unless the store has news; 0 if it may not."""
+        if self._offers and not self._is_store_full:
+            return 0.0
         limits = [*(load.until for load in self.loads), *self._lookups.values()]
-        return max(0.0, min(limits) - now) if limits and not self._offers else 0.0
+        if limits:
+            return max(0.0, min(limits) - now)
+        return math.inf if self._offers else 0.0
 
     def held_block_ids(self) -> list[int]:
         """Blocks that loads hold, each as often as it is held."""
@@ -349,11 +395,28 @@ class StoredPrefixes:
             self._unbegun.remove(load)
         self._pool.release(reversed(load.block_ids))
 
-    def _offer_next(self) -> None:
-        if self._offers:
-            offer = self._offers.popleft()
-            if self._cache.holds(offer.block_ids, offer.hashes):
-                self.store.offer(offer.hashes[-1], offer.parent, offer.block_ids)
+    def _offer(self, request: Request, begin: int, end: int) -> None:
+        size, hashes = self.chunk_blocks, request.block_hashes
+        for first in range(begin * size, end * size, size):
+            own = tuple(hashes[first : first + size])
+            parent = hashes[first - 1] if first else None
+            offer = _Offer(parent, own, tuple(request.block_ids[first : first + size]), request.tenant)
+            if own[-1] not in self._offers and len(self._offers) >= MAX_OFFERS:
+                del self._offers[next(iter(self._offers))]
+                self.num_dropped_offers += 1
+            self._offers[own[-1]] = offer
+
+    def _offer_next(self) -> bool:
+        """Hand over the oldest chunk that waits; False if there is none or the store has no room."""
+        if not self._offers:
+            return False
+        key, offer = next(iter(self._offers.items()))
+        if self._cache.holds(offer.block_ids, offer.hashes):
+            self._is_store_full = not self.store.offer(key, offer.parent, offer.block_ids, offer.tenant)
+            if self._is_store_full:
+                return False
+        del self._offers[key]
+        return True
 
 
 def _may_load(request: Request) -> bool:

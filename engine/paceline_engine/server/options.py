@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline_engine.config import EngineConfig
+from paceline_kvstore.config import BadSettings, parse_settings
+
+DISK_CAPACITY = 8 << 30
 
 
 class BadInput(ValueError):
@@ -107,6 +110,26 @@ def _bind(host: str, port: int, flag: str) -> socket.socket:
         raise BadInput(f"can't listen on {host} port {port} ({flag}): {error.strerror or error}") from error
     sock.setblocking(False)
     return sock
+
+
+def kv_store_document(file: Path | None, disk: Path | None, disk_capacity: int | None) -> str:
+    """The settings of the KV store as JSON, from a file or the disk's two options; "" without any. Raises BadInput."""
+    if disk is None and disk_capacity is not None:
+        raise BadInput("--kv-store-disk-capacity needs --kv-store-disk: say which folder it bounds")
+    if file is not None and disk is not None:
+        raise BadInput("--kv-store-config and --kv-store-disk: give one of them; a file can name a disk, too")
+    if disk is not None:
+        capacity = DISK_CAPACITY if disk_capacity is None else disk_capacity
+        return json.dumps({"disk": {"path": str(disk.absolute()), "capacity": capacity}})
+    text = read_text(file, "--kv-store-config")
+    if text is None:
+        return ""
+    try:
+        document = json.loads(text)
+        parse_settings(document)
+    except (BadSettings, json.JSONDecodeError) as error:
+        raise BadInput(f"--kv-store-config {file}: {error}") from error
+    return json.dumps(document)
 
 
 def read_token(path: Path | None) -> str | None:

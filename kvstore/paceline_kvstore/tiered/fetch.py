@@ -20,14 +20,17 @@ class Fetch:
         until: float,
         leases: LeaseCount,
         clock: Callable[[], float] = time.monotonic,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_news = on_news
         self.keys = tuple(keys)
         self.until = until
         self._clock = clock
         self._leases = leases
         self._changed = threading.Condition()
         self._arrived: list[Lease | None] = [None] * len(self.keys)
-        self._has: list[bool] = [False] * len(self.keys)
+        # Which level each chunk came from.
+        self._sources: list[str | None] = [None] * len(self.keys)
         self._leading = 0
         self._end = len(self.keys)
         self._handed = 0
@@ -44,6 +47,12 @@ class Fetch:
         """Leading chunks that came in time so far, handed over or not."""
         with self._changed:
             return min(self._leading, self._end)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the levels that the leading chunks came from."""
+        with self._changed:
+            return tuple(name for name in self._sources[: min(self._leading, self._end)] if name is not None)
 
     def poll(self) -> Iterator[tuple[ChunkKey, Lease]]:
         """The chunks that came since the last poll, in order, each with a lease that the caller releases."""
@@ -66,23 +75,24 @@ class Fetch:
         """Whether that chunk is still of use."""
         with self._changed:
             self._look_at_clock()
-            return index < self._end and not self._has[index]
+            return index < self._end and self._sources[index] is None
 
-    def deliver(self, index: int, payload: memoryview | None) -> bool:
-        """A chunk came, or None: it will not. Whether it was in time and of use."""
+    def deliver(self, index: int, payload: memoryview | None, source: str = "") -> bool:
+        """A chunk came from that level, or None: it will not. Whether it was in time and of use."""
         with self._changed:
             self._look_at_clock()
-            if index >= self._end or self._has[index]:
+            if index >= self._end or self._sources[index] is not None:
                 return False
             if payload is None:
                 self._cut(index)
-                return False
-            self._arrived[index] = self._leases.lend(payload)
-            self._has[index] = True
-            while self._leading < self._end and self._has[self._leading]:
-                self._leading += 1
-            self._changed.notify_all()
-            return True
+            else:
+                self._arrived[index] = self._leases.lend(payload)
+                self._sources[index] = source
+                while self._leading < self._end and self._sources[self._leading] is not None:
+                    self._leading += 1
+                self._changed.notify_all()
+        self._on_news()
+        return payload is not None
 
     def _take(self) -> tuple[ChunkKey, Lease] | None:
         with self._changed:

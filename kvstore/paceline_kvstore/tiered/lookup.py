@@ -52,7 +52,14 @@ class Plan:
 class Lookup:
     """The answer to a lookup. `plan` may be used at any time; it grows while `is_pending`."""
 
-    def __init__(self, keys: Sequence[ChunkKey], known: Sequence[Level], bytes_per_token: int) -> None:
+    def __init__(
+        self,
+        keys: Sequence[ChunkKey],
+        known: Sequence[Level],
+        bytes_per_token: int,
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_news = on_news
         self._keys = keys
         self._known = tuple(known)
         self._bytes_per_token = bytes_per_token
@@ -99,6 +106,7 @@ class Lookup:
                 self._answers[place] = (level, found)
                 self._pending -= 1
                 self._changed.notify_all()
+            self._on_news()
 
         if not submit(answer):
             answer(0)

@@ -80,10 +80,7 @@ class WorkPool:
     def submit(self, job: Job) -> bool:
         """Do it soon; False, and nothing was called, if there is no room. Never waits for a job."""
         with self._changed:
-            total = self._waiting_bytes + self._running_bytes + job.num_bytes
-            if self._is_closed or len(self._waiting) + self._running >= self.limits.jobs:
-                return False
-            if total > self.limits.bytes_waiting and (self._waiting or self._running):
+            if self._is_closed or not self._has_room(job.num_bytes):
                 return False
             self._waiting.append(job)
             self._waiting_bytes += job.num_bytes
@@ -91,6 +88,16 @@ class WorkPool:
                 self._start()
             self._changed.notify_all()
             return True
+
+    def has_room(self, num_bytes: int, promised: int = 0) -> bool:
+        """Whether a job of that size would be taken now, and after jobs of `promised` bytes."""
+        with self._changed:
+            return self._has_room(num_bytes, promised)
+
+    def wait_room(self, num_bytes: int, until: float) -> bool:
+        """Wait, up to that time.monotonic(), for `has_room`; whether there is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_closed or self._has_room(num_bytes), left(until))
 
     def wait_idle(self, until: float) -> bool:
         """Wait for all jobs, up to that time.monotonic(); whether none is left."""
@@ -150,6 +157,12 @@ class WorkPool:
             del self._begun[threading.get_ident()]
             self._changed.notify_all()
         return True
+
+    def _has_room(self, num_bytes: int, promised: int = 0) -> bool:
+        num_jobs, before = len(self._waiting) + self._running, self._waiting_bytes + self._running_bytes + promised
+        if not num_jobs and not promised:
+            return True
+        return num_jobs < self.limits.jobs and before + num_bytes <= self.limits.bytes_waiting
 
     def _next(self) -> Job | None:
         with self._changed:

@@ -79,10 +79,13 @@ class TieredStore:
         for level in levels:
             level.listen(_listener(level.name, on_event))
 
-    def lookup(self, keys: Sequence[ChunkKey], bytes_per_token: int = 0) -> Lookup:
+    def lookup(
+        self, keys: Sequence[ChunkKey], bytes_per_token: int = 0, *, on_news: Callable[[], None] = lambda: None
+    ) -> Lookup:
         """Which leading chunks there are, and where. `keys` is a chain from its start; bytes as in one rank's chunk.
 
-        Levels with an index have answered when it returns; the others are asked in the background (`is_pending`).
+        Levels with an index have answered when it returns; the others are asked in the background (`is_pending`), and
+        `on_news` is called, in any thread, when one of them has answered.
         """
         self.expire()
         keys = tuple(keys) if self.mode is not ReuseMode.NEVER and not self._is_closed else ()
@@ -92,7 +95,7 @@ class TieredStore:
             if level is None:
                 break
             known.append(level)
-        lookup = Lookup(keys, known, bytes_per_token)
+        lookup = Lookup(keys, known, bytes_per_token, on_news)
         rest = keys[len(known) :]
         for level in self.levels:
             if rest and not level.options.is_indexed:
@@ -125,15 +128,22 @@ class TieredStore:
             return replace(self._regret)
 
     def fetch(
-        self, plan: Plan, deadline_s: float = FETCH_SECONDS, *, parent: ChunkKey | None = None, tenant: str = ""
+        self,
+        plan: Plan,
+        deadline_s: float = FETCH_SECONDS,
+        *,
+        parent: ChunkKey | None = None,
+        tenant: str = "",
+        on_news: Callable[[], None] = lambda: None,
     ) -> Fetch:
         """Load the plan's chunks. What is in memory is there when it returns; poll for the rest.
 
         deadline_s: from now; what is not there by then is not waited for. parent: the chunk before the plan's first.
-        tenant: whose chunks they are, for the levels that get copies.
+        tenant: whose chunks they are, for the levels that get copies. on_news: called, in any thread and perhaps before
+        this returns, when a chunk came or will not.
         """
         keys = [chunk.key for chunk in plan.chunks]
-        fetch = Fetch(keys, self.clock() + deadline_s, self.leases, self.clock)
+        fetch = Fetch(keys, self.clock() + deadline_s, self.leases, self.clock, on_news)
         for index, planned in enumerate(plan.chunks):
             if not fetch.wants(index):
                 break
@@ -146,18 +156,53 @@ class TieredStore:
 
         False if no level has it or will get it: the store is draining, or the queues are full. Never waits.
         """
-        if not self._takes_offers:
+        view = codec.as_bytes(payload)
+        takers = self.takers(key, view.nbytes)
+        if takers is None:
+            self.levels[0].count(dropped=1)
             return False
+        return self.take(takers, key, view, parent=parent, tenant=tenant) or self._find(key) is not None
+
+    def takers(self, key: ChunkKey, num_bytes: int, promised: int = 0) -> tuple[Level, ...] | None:
+        """The first half of an offer: the levels that lack the chunk and want it now, to be handed to `take`.
+
+        promised: bytes that `take` will get before. So that nothing is copied for nobody. None, and the offer doesn't
+        count, if only full queues keep it from being taken: offer it again later. A second offer that finds a queue
+        full can be made again, too.
+        """
+        if not self._takes_offers:
+            return ()
         self.expire()
+        is_on_its_way = self.writes.find(key) is not None
+        wanting = [
+            level
+            for level in self.levels
+            if not level.has(key) and (level.options.needs_second_offer or not is_on_its_way)
+        ]
+        full = [level for level in wanting if not level.writes.has_room(num_bytes, promised)]
+        if full == wanting and any(not level.options.needs_second_offer for level in full):
+            return None
+        for level in full:
+            level.count(dropped=1)
+        return tuple(level for level in wanting if level not in full and level.admits(key))
+
+    def take(
+        self,
+        takers: Sequence[Level],
+        key: ChunkKey,
+        payload: Buffer,
+        *,
+        parent: ChunkKey | None = None,
+        tenant: str = "",
+        epoch: int | None = None,
+    ) -> bool:
+        """The second half of an offer: write the chunk to these levels; whether one of them will get it.
+
+        epoch: `writes.epoch` from before the payload was copied, so that what was cleared meanwhile isn't written.
+        """
         chunk = Chunk(key, codec.as_bytes(payload).toreadonly(), parent, tenant)
         self.pins.arrived(key, chunk.payload.nbytes)
-        taken = self.writes.find(key) is not None
-        for level in self.levels:
-            if level.has(key):
-                taken = True
-            elif level.admits(key):
-                taken |= self.writes.submit(level, chunk)
-        return taken
+        return self._takes_offers and sum(self.writes.submit(level, chunk, epoch) for level in takers) > 0
 
     def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
         """Keep chunks in memory and on disk for a while, those on their way too, instead of what the holder kept.
@@ -283,13 +328,13 @@ class TieredStore:
         """Deliver at once what is in memory, else have a reader of the level deliver it."""
         staged = self.writes.find(planned.key)
         if staged is not None:
-            fetch.deliver(index, staged)
+            fetch.deliver(index, staged, self.levels[0].name)
             return
         level, epoch = planned.level, self.writes.epoch
         if level.options.is_immediate:
             payload = level.read(planned.key, 0.0)
             if payload is not None:
-                fetch.deliver(index, payload)
+                fetch.deliver(index, payload, level.name)
                 self.spread(level, replace(chunk, payload=payload), epoch)
                 return
             # It went since the lookup: perhaps down.
@@ -315,7 +360,7 @@ class TieredStore:
             other = self._find(chunk.key)
             if other is not None and other is not level:
                 level, payload = other, other.read(chunk.key, fetch.until - self.clock())
-        if not fetch.deliver(index, payload) and payload is not None:
+        if not fetch.deliver(index, payload, level.name) and payload is not None:
             level.count(late=1)
         if payload is not None:
             self.spread(level, replace(chunk, payload=payload), epoch)

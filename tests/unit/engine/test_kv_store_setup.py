@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ class Copier:
     def num_bytes(self, num_tokens: int) -> int:
         return num_tokens << 12
 
+    def allocate(self, num_bytes: int) -> bytearray:
+        return bytearray(num_bytes)
+
 
 def device(copier: Copier | None) -> SimulatedBackend:
     backend = SimulatedBackend(vocab_size=9, seed=0, eos_token_ids=(), alpha_ms=0.0, beta_ms=0.0, hidden_size=4)
@@ -31,36 +35,68 @@ def device(copier: Copier | None) -> SimulatedBackend:
     return backend
 
 
-def test_without_a_folder_there_is_none():
+def on_disk(path: Path, capacity: int = 1 << 30, **settings: object) -> EngineConfig:
+    document = {"disk": {"path": str(path), "capacity": capacity}, **settings}
+    return EngineConfig(**CONFIG, kv_store=json.dumps(document))
+
+
+def test_without_settings_there_is_none():
     assert open_prefixes(EngineConfig(**CONFIG), device(Copier()), NAMESPACE) is None
 
 
 def test_one_folder_is_for_one_engine(tmp_path: Path):
-    config = EngineConfig(**CONFIG, kv_store_disk=str(tmp_path / "kv"))
+    config = on_disk(tmp_path / "kv")
     store = open_prefixes(config, device(Copier()), NAMESPACE)
     assert store is not None
-    with pytest.raises(SetupError, match=r"^kv-store-disk: .* is in use by process") as error:
+    with pytest.raises(SetupError, match=r"^KV store: .* is in use by process") as error:
         open_prefixes(config, device(Copier()), NAMESPACE)
     assert "\n" not in str(error.value)
     store.close()
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match=r"^kv-store-disk: "):
-        open_prefixes(EngineConfig(**CONFIG, kv_store_disk=str(tmp_path / "file")), device(Copier()), NAMESPACE)
+    with pytest.raises(SetupError, match=r"^KV store: "):
+        open_prefixes(on_disk(tmp_path / "file"), device(Copier()), NAMESPACE)
 
 
 def test_a_capacity_for_a_few_chunks_is_too_small(tmp_path: Path):
-    config = EngineConfig(**CONFIG, kv_store_disk=str(tmp_path / "kv"), kv_store_disk_bytes=32 << 20)
-    store = open_prefixes(config, device(Copier()), NAMESPACE)
+    store = open_prefixes(on_disk(tmp_path / "kv", 32 << 20), device(Copier()), NAMESPACE)
     assert store is not None
     store.close()
-    config = EngineConfig(**CONFIG, kv_store_disk=str(tmp_path / "kv"), kv_store_disk_bytes=(32 << 20) - 1)
-    with pytest.raises(SetupError, match="too few for chunks of 256 tokens; give it at least 32Mi"):
-        open_prefixes(config, device(Copier()), NAMESPACE)
+    for name, config in {
+        "disk": on_disk(tmp_path / "kv", (32 << 20) - 1),
+        "memory": on_disk(tmp_path / "kv", memory={"capacity": "31Mi"}),
+    }.items():
+        says = rf"^KV store: {name}\.capacity: .* too few for chunks of 256 tokens; give it at least 32Mi"
+        with pytest.raises(SetupError, match=says):
+            open_prefixes(config, device(Copier()), NAMESPACE)
+
+
+def test_settings_say_which_tiers_there_are(tmp_path: Path):
+    settings = {"memory": {"capacity": "64Mi"}, "reuse": "always", "tenantQuotas": {"acme": "1Gi"}}
+    store = open_prefixes(on_disk(tmp_path / "kv", **settings), device(Copier()), NAMESPACE)
+    assert store is not None
+    assert [level.name for level in store.store.levels] == ["memory", "disk"]
+    assert store.store.mode == "always"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ("{", "KV store: Expecting property name"),
+        ("[]", "KV store: settings: .* is not an object"),
+        ("{}", "KV store: memory, disk, node, s3: no tier is set"),
+        ('{"disk": {"path": "kv", "capacity": "1Gi"}}', "KV store: disk.path: 'kv' is not an absolute path"),
+    ],
+)
+def test_wrong_settings_are_one_line_that_names_the_field(document: str, says: str):
+    with pytest.raises(SetupError, match=rf"^{says}") as error:
+        open_prefixes(EngineConfig(**CONFIG, kv_store=document), device(Copier()), NAMESPACE)
+    assert "\n" not in str(error.value)
 
 
 def test_a_device_whose_kv_can_not_be_copied_has_none(tmp_path: Path):
-    config = EngineConfig(**CONFIG, kv_store_disk=str(tmp_path / "kv"))
+    config = on_disk(tmp_path / "kv")
     with pytest.raises(SetupError, match="KV of 1 simulated devices can't be stored; leave it out"):
         open_prefixes(config, device(None), NAMESPACE)
-    with pytest.raises(ValueError, match="kv_store_disk needs enable_prefix_caching"):
-        EngineConfig(model_dir="", kv_store_disk="kv", enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="a KV store needs enable_prefix_caching"):
+        EngineConfig(model_dir="", kv_store=config.kv_store, enable_prefix_caching=False)

@@ -95,6 +95,7 @@ class Client:
             prompt_token_ids=prompt,
             sampling=sampling,
             salt=rng.choice(("", "", "tenant")),
+            tenant=rng.choice(("", "acme")),
             adapter=rng.choice((None, None, "style", "unknown")) if rng.random() < 0.3 else None,
             priority=rng.choice((0, 0, 0, -1, 3)),
             ttft_s=rng.choice((None, None, None, 0.0, 3.0, 20.0)),
@@ -145,7 +146,9 @@ class Client:
     def is_loading(self) -> bool:
         """Whether somebody may wait for the store of prefixes, or it is still to be offered something."""
         store, stored = self.prefixes, self.scheduler.kv.stored
-        return store is not None and stored is not None and bool(store.loading or store.asked or stored.num_offers)
+        if store is None or stored is None:
+            return False
+        return bool(store.loading or store.found or store.asked or stored.num_offers)
 
     def abort(self) -> None:
         name = self.rng.choice(sorted(self.started))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from paceline_api.identity import chain_hashes
 from paceline_engine.core.outputs import UNKNOWN, ScheduledRequest, StepPlan, StepResult
 from paceline_engine.core.request import Request
-from paceline_engine.core.stored_kv import Arrived, ChunkLoad
+from paceline_engine.core.stored_kv import Arrived, ChunkLoad, Wanted
 from paceline_engine.messages import AddRequest, TokenLogprobs
 from paceline_engine.rounds import in_rounds
 
@@ -80,6 +80,8 @@ class PrefixStore:
         self.loading: dict[str, Loading] = {}
         self.asked: set[str] = set()
         self.mute: set[str] = set()
+        # Tenants of those who were told of something, until they take it or leave it.
+        self.found: dict[str, str] = {}
         self.num_loaded = 0
 
     def keep(self, message: AddRequest, adapter_digest: str) -> None:
@@ -94,19 +96,28 @@ class PrefixStore:
         for end in range(step, len(keys) + 1, step):
             self.chunks[keys[end - 1]] = contents[(end - step) * size : end * size]
 
-    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
-        assert request_id not in self.loading, "looked up again"
+    def find(self, wanted: Wanted) -> int | None:
+        request_id, chain, first = wanted.request_id, wanted.chain, wanted.first
+        assert request_id not in {*self.loading, *self.found}, "looked up again"
         assert first < len(chain)
+        assert wanted.num_tokens >= (len(chain) - first) * self._chunk_blocks * self._memory.block_size
+        assert wanted.deadline_s > 0.0
+        assert wanted.queue_s >= 0.0
         self.asked.add(request_id)
         if self._rng.random() < 0.02:
             self.mute.add(request_id)
-        if request_id in self.mute or self._rng.random() < 0.3:
+        if wanted.may_wait and (request_id in self.mute or self._rng.random() < 0.3):
             return None
         self.asked.discard(request_id)
-        there = [key in self.chunks for key in chain[first:]]
-        return first + [*there, False].index(False) + (self._rng.random() < 0.1)
+        # Not all that there is may be worth it.
+        there = [key in self.chunks and self._rng.random() < 0.9 for key in chain[first:]]
+        count = [*there, False].index(False) + (self._rng.random() < 0.1)
+        if count:
+            self.found[request_id] = wanted.tenant
+        return first + count
 
     def begin(self, load: ChunkLoad) -> None:
+        assert self.found.pop(load.request_id) == load.tenant
         assert load.request_id not in self.loading
         assert len(load.block_ids) == (len(load.chain) - load.first) * self._chunk_blocks > load.num_present
         self.loading[load.request_id] = Loading(load, self._rng.random() < 0.2)
@@ -140,14 +151,18 @@ class PrefixStore:
 
     def cancel(self, request_id: str) -> None:
         self.loading.pop(request_id, None)
+        self.found.pop(request_id, None)
         self.asked.discard(request_id)
         self.mute.discard(request_id)
 
-    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int], tenant: str) -> bool:
+        if self._rng.random() < 0.2:
+            return False
         contents = [self._memory.read(block_ids, i) for i in range(self._chunk_blocks * self._memory.block_size)]
         assert self.chunks.get(key, contents) == contents, "another content under one key"
         if self._rng.random() < 0.9:
             self.chunks[key] = contents
+        return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import pytest
 from driver import add, finish_all, make, shares, step
 
 from paceline_api.identity import chain_hashes
@@ -12,7 +14,7 @@ from paceline_engine.core.kv_manager import KVManager
 from paceline_engine.core.outputs import StepResult
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.scheduler import Scheduler
-from paceline_engine.core.stored_kv import Arrived, ChunkLoad
+from paceline_engine.core.stored_kv import Arrived, ChunkLoad, Wanted
 from paceline_engine.core.stored_prefixes import MAX_OFFERS, OFFERS_PER_STEP, StoredPrefixes
 from paceline_engine.messages import RequestOutput
 
@@ -32,13 +34,18 @@ class Store:
         self.loads: dict[str, ChunkLoad] = {}
         self.news: list[Arrived] = []
         self.cancelled: list[str] = []
+        self.is_full = False
+        self.wanted: Wanted | None = None
         self.offered: list[bytes] = []
+        self.tenants: list[str] = []
         self.parents: list[bytes | None] = []
         self.forgotten: list[bytes] = []
 
-    def find(self, request_id: str, chain: Sequence[bytes], first: int) -> int | None:
-        self.asked.append(request_id)
-        return None if self.is_slow else [*(key in self.keys for key in chain), False].index(False)
+    def find(self, wanted: Wanted) -> int | None:
+        self.asked.append(wanted.request_id)
+        self.wanted = wanted
+        there = [*(key in self.keys for key in wanted.chain), False]
+        return None if self.is_slow and wanted.may_wait else there.index(False)
 
     def begin(self, load: ChunkLoad) -> None:
         self.loads[load.request_id] = load
@@ -51,9 +58,13 @@ class Store:
         self.cancelled.append(request_id)
         self.loads.pop(request_id, None)
 
-    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int]) -> None:
+    def offer(self, key: bytes, parent: bytes | None, block_ids: Sequence[int], tenant: str) -> bool:
+        if self.is_full:
+            return False
         self.offered.append(key)
         self.parents.append(parent)
+        self.tenants.append(tenant)
+        return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
         self.forgotten += keys
@@ -303,20 +314,99 @@ def test_the_store_begins_when_no_step_in_flight_can_write_to_the_blocks():
     assert list(store.loads) == ["a"]
 
 
-def test_each_chunk_is_offered_once_in_order_and_few_in_a_step():
+def test_chunks_are_offered_in_order_and_few_in_a_step_and_again_when_they_are_used():
     store = Store()
     scheduler = make_with(store, chunk=64, budget=64, max_len=100)
     prompt = [*range(60)]
-    add(scheduler, "a", prompt, 3)
+    add(scheduler, "a", prompt, 3, tenant="acme")
     step(scheduler)
     assert store.offered == []
     step(scheduler)
     assert store.offered == chunk_keys(prompt)[:OFFERS_PER_STEP]
     finish_all(scheduler)
-    add(scheduler, "b", [*prompt, 1, 2, 3, 4, 5], 3)
-    finish_all(scheduler)
     keys = chunk_keys([*prompt, 1, 2, 3, 4, 5])
-    assert (store.offered, store.parents) == (keys, [None, *keys[:-1]])
+    assert (store.offered, store.parents) == (keys[:7], [None, *keys[:6]])
+    add(scheduler, "b", [*prompt, 1, 2, 3, 4, 5], 3, tenant="other")
+    finish_all(scheduler)
+    assert (store.offered[7:], store.parents[7:]) == (keys, [None, *keys[:-1]])
+    assert store.tenants == ["acme"] * 7 + ["other"] * len(keys)
+
+
+def test_what_was_loaded_for_a_request_is_not_offered_again_but_what_the_device_had_is():
+    store = Store(LONG)
+    scheduler = make_with(store)
+    add(scheduler, "a", LONG[:9], 1)
+    step(scheduler)
+    store.arrive("a", 1)
+    finish_all(scheduler)
+    assert store.offered == []
+    add(scheduler, "b", LONG, 1)
+    step(scheduler)
+    store.arrive("b", 1)
+    finish_all(scheduler)
+    assert store.offered == chunk_keys(LONG)[:1]
+
+
+def test_a_full_store_is_offered_a_chunk_again_and_nobody_waits_for_it():
+    store = Store()
+    store.is_full = True
+    scheduler = make_with(store)
+    stored = scheduler.kv.stored
+    assert stored is not None
+    add(scheduler, "a", LONG, 1)
+    for _ in range(5):
+        step(scheduler)
+    assert (store.offered, stored.num_offers) == ([], 2)
+    assert scheduler.has_work
+    assert scheduler.seconds_to_wait(0.0) == math.inf
+    store.is_full = False
+    step(scheduler)
+    assert store.offered == chunk_keys(LONG)
+    assert not scheduler.has_work
+
+
+def test_what_loading_and_computing_would_come_to_is_said_with_the_question():
+    store = Store(LONG)
+    scheduler = make_with(store, max_len=100)
+    scheduler.speed.restore((1.0, 1.0, 1.0, 1.0, 1.0, 10.0))
+    add(scheduler, "runs", [*range(200, 260)], 1, priority=-1)
+    step(scheduler)
+    add(scheduler, "a", LONG, ttft_s=9.0, tenant="acme", now=1.0)
+    step(scheduler, now=1.0)
+    asked = store.wanted
+    assert asked is not None
+    assert (asked.chain, asked.first, asked.num_tokens, asked.tenant) == (chunk_keys(LONG), 0, 20, "acme")
+    # 44 tokens of the other are computed first. 20 tokens take 2 s, so 7 are left for loading.
+    assert (asked.tokens_per_s, asked.queue_s, asked.deadline_s) == (10.0, 4.4, 7.0)
+
+
+def test_nobody_waits_longer_for_an_answer_than_computing_would_take():
+    store = Store(LONG, is_slow=True)
+    scheduler = make_with(store)
+    scheduler.speed.restore((1.0, 1.0, 1.0, 1.0, 1.0, 10.0))
+    add(scheduler, "a", LONG)
+    step(scheduler, now=1.0)
+    assert shares(step(scheduler, now=2.9)[0]) == {}
+    assert scheduler.seconds_to_wait(2.9) == pytest.approx(0.1)
+    store.keys.clear()
+    assert shares(step(scheduler, now=3.0)[0]) == {"a": 16}
+
+
+def test_who_leaves_what_was_found_says_so():
+    store = Store(LONG)
+    scheduler = make_with(store)
+    add(scheduler, "a", [*LONG[:15], 1, 2], 1)
+    step(scheduler)
+    store.arrive("a", 1)
+    finish_all(scheduler)
+    store.keys |= set(chunk_keys([*LONG[:15], 1, 2]))
+    add(scheduler, "b", [*LONG[:15], 1, 2], 1)
+    step(scheduler)
+    assert store.cancelled == []
+    scheduler.kv.stored._most_blocks = lambda: 0
+    add(scheduler, "c", LONG, 1)
+    step(scheduler)
+    assert store.cancelled == ["c"]
 
 
 def test_the_output_is_offered_too_and_a_chunk_whose_blocks_were_reused_is_not():
@@ -343,6 +433,7 @@ def test_chunks_that_wait_to_be_offered_are_bounded_and_all_are_when_the_engine_
     assert stored.num_offers == MAX_OFFERS
     stored.offer_all()
     assert store.offered == chunk_keys(prompt)[5:]
+    assert stored.num_dropped_offers == 5
 
 
 def test_what_a_failed_request_held_is_neither_offered_nor_brought_back():

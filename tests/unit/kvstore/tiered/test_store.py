@@ -12,7 +12,7 @@ import pytest
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.reuse import Prefill, ReuseMode
 from paceline_kvstore.tiered.fetch import Fetch
-from paceline_kvstore.tiered.level import STUCK_S
+from paceline_kvstore.tiered.level import STUCK_S, Level, LevelOptions
 from paceline_kvstore.tiered.lookup import Plan
 from paceline_kvstore.tiered.store import ChunkEvent, TieredStore
 from paceline_kvstore.tiers import MemoryTier
@@ -56,6 +56,10 @@ def _settled(store: TieredStore) -> None:
         assert level.reads.wait_idle(time.monotonic() + SECONDS)
     for level in store.levels:
         assert level.writes.wait_idle(time.monotonic() + SECONDS)
+
+
+def _settled_first(store: TieredStore) -> None:
+    assert store.levels[0].writes.wait_idle(time.monotonic() + SECONDS)
 
 
 def _levels(plan: Plan) -> list[str]:
@@ -237,6 +241,81 @@ def test_a_full_queue_drops_the_newest_and_counts_it(make_store: Make, held: Any
     _settled(store)
     assert set(held.keys()) == set(keys[:3])
     assert len(store.writes) == 0
+
+
+def test_an_offer_in_two_halves_is_copied_only_for_who_wants_it(make_store: Make, key: Keys, payload: Payloads) -> None:
+    store = make_store(disk={})
+    name, content = key(1), payload(key(1))
+    takers = store.takers(name, len(content))
+    assert [level.name for level in takers or ()] == ["memory"]
+    assert store.take(takers or (), name, content)
+    _settled(store)
+    takers = store.takers(name, len(content))
+    assert [level.name for level in takers or ()] == ["disk"]
+    assert store.take(takers or (), name, content)
+    _settled(store)
+    assert store.takers(name, len(content)) == ()
+    assert not store.take((), name, content)
+    # What is cleared between the halves isn't written.
+    epoch, takers = store.writes.epoch, store.takers(key(2), len(content))
+    store.clear()
+    assert not store.take(takers or (), key(2), payload(key(2)), epoch=epoch)
+
+
+def test_an_offer_that_only_a_full_queue_keeps_out_can_be_made_again(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    size = len(payload(key(1)))
+    store = make_store(memory_chunks=8, other=(held, {"write_bytes": size, "writers": 1, "needs_second_offer": True}))
+    _offer(store, [key(1)], payload)
+    _settled(store)
+    held.writes.shut()
+    _offer(store, [key(2)] * 2, payload)
+    _settled_first(store)
+    _offer(store, [key(1)] * 3, payload)
+    assert store.levels[1].counts.dropped == 3
+    held.writes.set()
+    _settled(store)
+    _offer(store, [key(1)], payload)
+    _settled(store)
+    assert set(held.keys()) == {key(1), key(2)}
+
+
+def test_a_first_level_without_room_says_so(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    size = len(payload(key(1)))
+    only = TieredStore([Level(held, LevelOptions(name="only", write_bytes=2 * size, writers=1))])
+    held.writes.shut()
+    assert only.takers(key(1), size, promised=2 * size) is None
+    assert _offer(only, _chain(key, 2), payload) == [True, True]
+    assert only.takers(key(5), size) is None
+    assert only.takers(key(1), size) == ()
+    assert not only.levels[0].writes.wait_room(size, time.monotonic())
+    held.writes.set()
+    assert only.levels[0].writes.wait_room(size, time.monotonic() + SECONDS)
+    assert only.takers(key(5), size) == only.levels
+    only.close()
+
+
+def test_who_waits_hears_of_answers_and_of_chunks_and_where_they_came_from(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {"is_indexed": False}))
+    keys, news = _chain(key, 3), threading.Semaphore(0)
+    _offer(store, keys[:1], payload)
+    _settled(store)
+    for name in keys[1:]:
+        held.put(name, payload(name))
+    held.lookups.shut()
+    lookup = store.lookup(keys, on_news=news.release)
+    assert not news.acquire(blocking=False)
+    held.lookups.set()
+    assert news.acquire(timeout=SECONDS)
+    assert not lookup.is_pending
+    fetch = store.fetch(lookup.plan, 10 * SECONDS, on_news=news.release)
+    for _ in keys:
+        assert news.acquire(timeout=SECONDS)
+    assert fetch.sources == ("memory", "other", "other")
+    assert _finish(fetch, payload) == 3
 
 
 def test_a_broken_level_is_a_miss_and_the_others_go_on(
