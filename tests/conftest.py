@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Tables of cases that several rooms of the tests share.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 

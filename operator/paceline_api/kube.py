@@ -34,6 +34,7 @@ ROUTER = Kind("paceline.dev", "v1alpha1", "Router", "routers")
 TENANT = Kind("paceline.dev", "v1alpha1", "Tenant", "tenants")
 KV_STORE = Kind("paceline.dev", "v1alpha1", "KVStore", "kvstores")
 DEPLOYMENT = Kind("apps", "v1", "Deployment", "deployments")
+DAEMON_SET = Kind("apps", "v1", "DaemonSet", "daemonsets")
 SERVICE = Kind("", "v1", "Service", "services")
 CONFIG_MAP = Kind("", "v1", "ConfigMap", "configmaps")
 SECRET = Kind("", "v1", "Secret", "secrets")
@@ -52,6 +53,7 @@ KINDS = (
     TENANT,
     KV_STORE,
     DEPLOYMENT,
+    DAEMON_SET,
     SERVICE,
     CONFIG_MAP,
     SECRET,

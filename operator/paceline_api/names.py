@@ -12,6 +12,7 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 PART_OF = "app.kubernetes.io/part-of"
 LABEL_SERVICE = "paceline.dev/inference-service"
 LABEL_ROUTER = "paceline.dev/router"
+LABEL_STORE = "paceline.dev/kv-store"
 LABEL_ROLE = "paceline.dev/role"
 LABEL_MODEL_HASH = "paceline.dev/model-hash"
 ANNOTATION_MODEL = "paceline.dev/model"
@@ -31,6 +32,14 @@ MODEL_CACHE_DIR = "/var/cache/paceline"
 MODEL_VOLUME_DIR = "/var/lib/paceline/model"
 CHAT_TEMPLATE_DIR = "/etc/paceline/chat-template"
 CHAT_TEMPLATE_KEY = "chat_template.jinja"
+KV_SETTINGS_DIR = "/etc/paceline/kv-store"
+KV_SETTINGS_KEY = "kv-store.json"
+KV_CREDENTIALS_DIR = "/var/run/paceline/kv-s3"
+KV_CA_DIR = "/var/run/paceline/kv-ca"
+KV_KEYS_DIR = "/var/run/paceline/kv-keys"
+KV_TOKEN_DIR = "/var/run/paceline/kv-token"
+KV_DISK_DIR = "/var/lib/paceline/kv"
+KV_DISK_VOLUME = "kv-store-disk"
 
 ENGINE_HTTP_PORT = 8000
 ENGINE_ADMIN_PORT = 8001
@@ -38,12 +47,15 @@ ENGINE_METRICS_PORT = 8002
 ROUTER_HTTP_PORT = 8080
 ROUTER_ADMIN_PORT = 8081
 ROUTER_METRICS_PORT = 8082
+KV_PORT = 7460
+KV_ADMIN_PORT = 7461
 OPERATOR_METRICS_PORT = 8083
 OPERATOR_HEALTH_PORT = 8084
 
 PORT_HTTP = "http"
 PORT_ADMIN = "admin"
 PORT_METRICS = "metrics"
+PORT_KV = "kv"
 ENV_HOST = "PACELINE_HOST"
 
 
@@ -82,6 +94,16 @@ def engine_name(service: str) -> str:
 def router_name(router: str) -> str:
     """Name of the router fleet's Deployment, Service, ServiceAccount, Role and PDB in a namespace."""
     return child_name(f"paceline-{router}", "router")
+
+
+def kv_name(store: str) -> str:
+    """Name of a KVStore's node server: DaemonSet, Service, ServiceAccount, ConfigMap and token Secret."""
+    return child_name(store, "kv")
+
+
+def kv_address(namespace: str, store: str, port: int) -> str:
+    """Where engines reach their node's server."""
+    return f"tcp://{kv_name(store)}.{namespace}.svc:{port}"
 
 
 def label_value(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import cast
 
-from paceline_api.v1alpha1 import InferenceService, Resource
+from paceline_api.v1alpha1 import InferenceService, KVStore, Resource
 from paceline_api.validation import InvalidObject, is_ours, parse
 from paceline_cli.inputs import Finding, SourceObject
 
@@ -60,11 +60,15 @@ def _addressing_problems(item: SourceObject) -> Iterator[Finding]:
 
 
 def _planner_problems(item: SourceObject, resource: Resource) -> Iterator[Finding]:
-    if not isinstance(resource, InferenceService):
-        return
-    from paceline_operator.planner.engine_args import extra_args_problem  # not needed for other kinds
+    problem = None
+    if isinstance(resource, InferenceService):
+        from paceline_operator.planner.engine_args import extra_args_problem  # not needed for other kinds
 
-    problem = extra_args_problem(resource)
+        problem = extra_args_problem(resource)
+    elif isinstance(resource, KVStore):
+        from paceline_operator.planner.kv_settings import store_problem
+
+        problem = store_problem(resource)
     if problem is not None:
         # "spec.engine.extraArgs[2]: why"
         where, _, why = problem.partition(": ")

@@ -123,15 +123,18 @@ def _render(
     as_json: Json = False,
     image_engine: Annotated[str, typer.Option(metavar="IMAGE", help="Engine image; default: the operator's.")] = "",
     image_router: Annotated[str, typer.Option(metavar="IMAGE", help="Router image; default: the operator's.")] = "",
+    image_kvstore: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Node server image; default: the operator's.")
+    ] = "",
 ) -> None:
     """Show the children that the operator would create, as YAML. No cluster is asked.
 
-    The output is for reading and diffing: owner references are left out and the internal token is a placeholder.
+    The output is for reading and diffing: owner references are left out and the tokens are placeholders.
     """
     from paceline_cli.commands import render
     from paceline_operator.planner.model import PlanSettings
 
-    images = {"image_engine": image_engine, "image_router": image_router}
+    images = {"image_engine": image_engine, "image_router": image_router, "image_kvstore": image_kvstore}
     settings = PlanSettings(**{name: value for name, value in images.items() if value})
     raise typer.Exit(render.run(files, as_json=as_json, settings=settings))
 

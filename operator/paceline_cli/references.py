@@ -26,6 +26,8 @@ def reference_warnings(objects: Iterable[SourceObject], typed: Typed) -> list[Fi
                 warnings += _of_router(item, resource, names)
             case Tenant():
                 warnings += _of_tenant(item, resource, names)
+            case KVStore():
+                warnings += _of_store(item, resource, names)
             case _:
                 pass
     return warnings + list(_shared_names(typed))
@@ -65,14 +67,7 @@ def _of_router(item: SourceObject, router: Router, names: _Names) -> Iterator[Fi
 def _of_tenant(item: SourceObject, tenant: Tenant, names: _Names) -> Iterator[Finding]:
     for index, ref in enumerate(tenant.spec.api_key_secret_refs or []):
         path = ("spec", "apiKeySecretRefs", index)
-        secret = names.get("Secret", item, ref.name)
-        if secret is None:
-            yield item.finding((*path, "name"), str(names.missing("Secret", item, ref.name)))
-            continue
-        key = ref.key or API_KEY_SECRET_KEY
-        keys = [k for part in ("data", "stringData") for k in secret.manifest.get(part) or {}]
-        if key not in keys:
-            yield item.finding((*path, "key"), f"Secret {ref.name!r} at {secret.place} has no key {key!r}")
+        yield from _of_data(item, path, "Secret", ref.name, [ref.key or API_KEY_SECRET_KEY], names)
     kind = InferenceService.naming.kind
     for index, name in enumerate(tenant.spec.services or []):
         if text := names.missing(kind, item, name):
@@ -80,6 +75,29 @@ def _of_tenant(item: SourceObject, tenant: Tenant, names: _Names) -> Iterator[Fi
     for index, override in enumerate(tenant.spec.service_overrides or []):
         if text := names.missing(kind, item, override.service):
             yield item.finding(("spec", "serviceOverrides", index, "service"), text)
+
+
+def _of_data(
+    item: SourceObject, path: tuple[str | int, ...], kind: str, name: str, wanted: Iterable[str], names: _Names
+) -> Iterator[Finding]:
+    """Keys of a Secret or ConfigMap that the object at `path` names."""
+    found = names.get(kind, item, name)
+    if found is None:
+        yield item.finding((*path, "name"), str(names.missing(kind, item, name)))
+        return
+    keys = {key for part in ("data", "stringData", "binaryData") for key in found.manifest.get(part) or {}}
+    for key in wanted:
+        if key not in keys:
+            yield item.finding((*path, "key"), f"{kind} {name!r} at {found.place} has no key {key!r}")
+
+
+def _of_store(item: SourceObject, store: KVStore, names: _Names) -> Iterator[Finding]:
+    # Not needed for other kinds.
+    from paceline_operator.planner.kv_settings import references_of
+
+    for ref in references_of(store):
+        if ref.field:
+            yield from _of_data(item, tuple(ref.field.split(".")), ref.kind.kind, ref.name, ref.keys, names)
 
 
 def router_of(service: InferenceService) -> str:

@@ -13,11 +13,11 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline_api.kube import POD, SECRET, SERVICE, Kind, Manifest
-from paceline_api.names import ANNOTATION_CONFIG_HASH, LABEL_ROLE, LABEL_ROUTER, LABEL_SERVICE
+from paceline_api.names import ANNOTATION_CONFIG_HASH, LABEL_ROLE, LABEL_ROUTER, LABEL_SERVICE, LABEL_STORE
 from paceline_operator.planner.manifests import place
 from paceline_operator.planner.token import without_data
 
-INDEXED_LABELS = (LABEL_SERVICE, LABEL_ROUTER)
+INDEXED_LABELS = (LABEL_SERVICE, LABEL_ROUTER, LABEL_STORE)
 TOMBSTONES_MAX = 4096
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _Name = tuple[str, str]
@@ -66,7 +66,7 @@ def _pod(manifest: Manifest, metadata: Manifest) -> Manifest:
 
 
 class Cache:
-    """Objects by kind, namespace and name, and by the two owner labels. Thread-safe; stored dicts are never changed."""
+    """Objects by kind, namespace and name, and by the owner labels. Thread-safe; stored dicts are never changed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -44,6 +44,7 @@ MetricsPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of /metri
 HealthPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of /health/live and /health/ready.")]
 ImageEngine = Annotated[str, typer.Option(help="Engine image of services that set none.")]
 ImageRouter = Annotated[str, typer.Option(help="Router image.")]
+ImageKVStore = Annotated[str, typer.Option("--image-kvstore", help="Node server image of KVStores that set none.")]
 LeaderElect = Annotated[bool, typer.Option(help="Hold a Lease while working; a second operator then waits.")]
 LeaseNamespace = Annotated[str, typer.Option(envvar="PACELINE_LEASE_NAMESPACE", help="Namespace of the Lease.")]
 Workers = Annotated[int, typer.Option(min=1, max=64, help="Reconciles at once.")]
@@ -68,6 +69,7 @@ def run(
     health_port: HealthPort = OPERATOR_HEALTH_PORT,
     image_engine: ImageEngine = _PLAN.image_engine,
     image_router: ImageRouter = _PLAN.image_router,
+    image_kvstore: ImageKVStore = _PLAN.image_kvstore,
     leader_elect: LeaderElect = True,
     lease_namespace: LeaseNamespace = _DEFAULTS.lease_namespace,
     workers: Workers = _DEFAULTS.workers,
@@ -87,7 +89,7 @@ def run(
         _bad(f"--kubeconfig {kubeconfig}: there is no such file")
     settings = Settings(
         namespace=namespace,
-        plan=PlanSettings(image_engine=image_engine, image_router=image_router),
+        plan=PlanSettings(image_engine, image_router, image_kvstore),
         workers=workers,
         resync_s=resync_s,
         status_interval_s=status_interval_s,

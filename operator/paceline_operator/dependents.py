@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline_api.kube import DEPLOYMENT, INFERENCE_SERVICE, KV_STORE, ROUTER, SECRET, SERVICE, TENANT, Kind, Manifest
-from paceline_api.names import LABEL_ROUTER, LABEL_SERVICE, label_value
+from paceline_api.names import LABEL_ROUTER, LABEL_SERVICE, LABEL_STORE, label_value
 from paceline_operator.cache import Cache
 from paceline_operator.planner.manifests import dig, place
 from paceline_operator.planner.model import FLEET_KEY, SERVICE_KEY, STORE_KEY, TENANT_KEY, Key
@@ -79,6 +79,9 @@ def _for_child(cache: Cache, kind: Kind, namespace: str, manifest: Manifest) -> 
     if LABEL_SERVICE in labels:
         owners = cache.list(INFERENCE_SERVICE, namespace)
         keys |= _service_keys(item for item in owners if label_value(item["metadata"]["name"]) == labels[LABEL_SERVICE])
+    if LABEL_STORE in labels:
+        stores = (place(item) for item in cache.list(KV_STORE, namespace))
+        keys |= {Key(STORE_KEY, *store) for store in stores if label_value(store[1]) == labels[LABEL_STORE]}
     if LABEL_ROUTER in labels:
         keys |= {key for key in fleets(cache, namespace) if label_value(key.name) == labels[LABEL_ROUTER]}
         # A fleet's Deployment and Service decide whether its services are Ready, and their URL.

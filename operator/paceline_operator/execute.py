@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from paceline_api.kube import Conflict, KubeClient, KubeError, Manifest, kind_of
-from paceline_api.names import FIELD_MANAGER, FIELD_MANAGER_STATUS
+from paceline_api.names import FIELD_MANAGER, FIELD_MANAGER_STATUS, INTERNAL_TOKEN_SECRET
 from paceline_operator.cache import Cache
 from paceline_operator.metrics import OperatorMetrics
 from paceline_operator.planner.additions import additions
@@ -105,7 +105,9 @@ class Executor:
         except Conflict:
             return
         self._metrics.wrote("create", str(manifest["kind"]))
-        self._cache.put(kind_of(manifest), created)
+        # Of Secrets only the internal token is watched: another one would stay in the cache when it is gone.
+        if manifest["metadata"]["name"] == INTERNAL_TOKEN_SECRET:
+            self._cache.put(kind_of(manifest), created)
 
     def _delete(self, action: Delete) -> None:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from paceline_api.kube import (
     CONFIG_MAP,
+    DAEMON_SET,
     DEPLOYMENT,
     INFERENCE_SERVICE,
     KV_STORE,
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 OWN_KINDS: Sequence[Kind] = (INFERENCE_SERVICE, ROUTER, TENANT, KV_STORE)
 CHILD_KINDS: Sequence[Kind] = (
-    DEPLOYMENT, SERVICE, CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, POD_DISRUPTION_BUDGET,
+    DEPLOYMENT, DAEMON_SET, SERVICE, CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, POD_DISRUPTION_BUDGET,
 )  # fmt: skip
 WATCHED_KINDS: Sequence[Kind] = (*OWN_KINDS, *CHILD_KINDS, POD, SECRET)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline_api.conditions import find
 from paceline_api.kube import (
@@ -22,12 +22,14 @@ from paceline_api.names import (
     INTERNAL_TOKEN_SECRET,
     LABEL_ROUTER,
     LABEL_SERVICE,
+    LABEL_STORE,
     label_value,
     router_name,
 )
 from paceline_operator.cache import Cache
 from paceline_operator.dependents import store_of
 from paceline_operator.feed import CHILD_KINDS
+from paceline_operator.planner.kv_settings import Reference, engine_references, held_by, store_references
 from paceline_operator.planner.manifests import being_deleted, dig
 from paceline_operator.planner.model import (
     FLEET_KEY,
@@ -70,12 +72,13 @@ class Observer:
             manifest = self._cache.get(TENANT, key.namespace, key.name)
             return None if manifest is None else self._tenant(key, manifest)
         manifest = self._cache.get(KV_STORE, key.namespace, key.name)
-        return None if manifest is None else StoreObserved(manifest=manifest)
+        return None if manifest is None else self._store(key, manifest)
 
     def _service(self, key: Key, manifest: Manifest) -> ServiceObserved:
         label = label_value(key.name)
         router = router_of(manifest)
-        store = store_of(manifest)
+        store_name = store_of(manifest)
+        store = self._cache.get(KV_STORE, key.namespace, store_name) if store_name else None
         peers = tuple(
             item
             for item in self._cache.list(INFERENCE_SERVICE, key.namespace)
@@ -86,7 +89,8 @@ class Observer:
             children=self._children(key.namespace, LABEL_SERVICE, label),
             pods=self._pods(key.namespace, LABEL_SERVICE, label),
             router=self._router_fact(key.namespace, router),
-            kv_store=self._cache.get(KV_STORE, key.namespace, store) if store else None,
+            kv_store=store,
+            store_data=self._held(store, engine_references) if store else {},
             peers=peers,
             token=token_of(self._cache.get(SECRET, key.namespace, INTERNAL_TOKEN_SECRET)),
         )
@@ -115,6 +119,23 @@ class Observer:
             keys[name] = None if secret is None else frozenset(item for item, value in data.items() if value)
         services = {str(item["metadata"]["name"]) for item in self._cache.list(INFERENCE_SERVICE, key.namespace)}
         return TenantObserved(manifest=manifest, secret_keys=keys, services=frozenset(services))
+
+    def _store(self, key: Key, manifest: Manifest) -> StoreObserved:
+        label = label_value(key.name)
+        return StoreObserved(
+            manifest=manifest,
+            children=self._children(key.namespace, LABEL_STORE, label),
+            pods=self._pods(key.namespace, LABEL_STORE, label),
+            data=self._held(manifest, store_references),
+            new_token=self._new_token(),
+        )
+
+    def _held(
+        self, store: Manifest, references: Callable[[Manifest], Sequence[Reference]]
+    ) -> dict[str, Mapping[str, str] | None]:
+        """What the objects hold that a store names. Users' Secrets are not watched: each is read by its name."""
+        namespace = str(store["metadata"]["namespace"])
+        return {item.label: held_by(self._client.get(item.kind, namespace, item.name)) for item in references(store)}
 
     def _children(self, namespace: str, label: str, value: str) -> tuple[Manifest, ...]:
         return tuple(item for kind in CHILD_KINDS for item in self._cache.labelled(kind, namespace, label, value))

@@ -8,7 +8,7 @@ import logging
 from paceline_operator.events import EventRecorder
 from paceline_operator.execute import Executor
 from paceline_operator.observe import Observer
-from paceline_operator.planner.model import FleetObserved, Key, Observed, Plan, ServiceObserved
+from paceline_operator.planner.model import FleetObserved, Key, Observed, Plan, ServiceObserved, StoreObserved
 from paceline_operator.planner.plan import plan
 from paceline_operator.settings import Clock, Settings
 
@@ -68,6 +68,6 @@ class Reconciler:
 
 
 def _with_errors(observed: Observed, errors: tuple[str, ...]) -> Observed:
-    if isinstance(observed, ServiceObserved | FleetObserved):
+    if isinstance(observed, ServiceObserved | FleetObserved | StoreObserved):
         return dataclasses.replace(observed, errors=errors)
     return observed

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kv_store_cases
 import pytest
 
 from paceline_api.kube import INFERENCE_SERVICE, Conflict, Invalid
@@ -78,9 +79,8 @@ REFUSED = [
     (other("Tenant", limits={"maxConcurrent": 1}), "spec.limits"),
     (other("Router", tls={"secretName": "x"}), "spec.tls"),
     (other("Router", maxBodyBytes=1), "spec.maxBodyBytes"),
-    (other("KVStore"), "spec"),
-    (other("KVStore", memory={"capacity": "1Gi"}, ttl="7d"), "spec.ttl"),
-    (other("KVStore", memory={"capacity": "1Gi"}, mode="node"), "spec.mode"),
+    (service(engine={"enablePrefixCaching": False}, kvStoreRef={"name": "shared"}), "spec"),
+    *((manifest, field) for manifest, field, _ in kv_store_cases.REFUSED),
 ]
 
 
@@ -113,7 +113,7 @@ ACCEPTED = [
     ),
     other("Tenant", apiKeySecretRefs=[{"name": "keys"}], slo={"ttft": "1s"}, services=["chat"]),
     other("Router", replicas=2, anonymousTenant="laptop", maxBodyBytes=1048576),
-    other("KVStore", memory={"capacity": "1Gi"}),
+    *kv_store_cases.ACCEPTED,
 ]
 
 

@@ -397,6 +397,12 @@ class InferenceServiceSpec(Part):
             "replicas has one owner: remove it, or set scaling.policy to none or external",
             "replicas",
         ),
+        Cel(
+            "!has(self.kvStoreRef) || !has(self.engine) || !has(self.engine.enablePrefixCaching) "
+            "|| self.engine.enablePrefixCaching",
+            "stored KV comes back through the prefix cache: remove kvStoreRef, or engine.enablePrefixCaching",
+            "kvStoreRef",
+        ),
     )
 
     model: ModelSpec = Field(description="Which weights, under which name.")
@@ -414,6 +420,12 @@ class InferenceServiceSpec(Part):
     routing: RoutingSpec | None = Field(default=None, description="How the router chooses a replica.")
     kv_store_ref: LocalRef | None = Field(default=None, description="The KVStore that the engines use.")
     rollout: RolloutSpec | None = Field(default=None, description="How a changed template reaches the replicas.")
+
+    @model_validator(mode="after")
+    def _store_has_a_cache(self) -> Self:
+        if self.kv_store_ref and self.engine and self.engine.enable_prefix_caching is False:
+            raise PydanticCustomError("store", "{message}", {"message": self.cel[1].message})
+        return self
 
 
 class ModelStatus(Part):

@@ -1,24 +1,26 @@
 """`paceline render`: the children that the operator would create for the objects of some files.
 
 The same pure planner decides as in the operator. Left out is what only a live object has: the uids in ownerReferences
-and the hash of the intent that covers them; the internal token is shown as a placeholder. Must not reach a cluster.
+and the hash of the intent that covers them; tokens are shown as placeholders, and Secrets and ConfigMaps that a KVStore
+names are taken to be there, whatever they hold. Must not reach a cluster.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline_api.kube import DEPLOYMENT, INFERENCE_SERVICE, KV_STORE, ROUTER, TENANT, Manifest
-from paceline_api.names import DEFAULT_ROUTER
-from paceline_api.v1alpha1 import InferenceService, Resource
+from paceline_api.kube import DEPLOYMENT, INFERENCE_SERVICE, KV_STORE, ROUTER, SECRET, TENANT, Manifest
+from paceline_api.names import DEFAULT_ROUTER, kv_name
+from paceline_api.v1alpha1 import InferenceService, KVStore, Resource
 from paceline_cli.commands.validate import Verdict, load_valid
 from paceline_cli.errors import BadInput
 from paceline_cli.inputs import SourceObject
 from paceline_cli.references import router_of
 from paceline_cli.yaml_text import dump_documents
+from paceline_operator.planner.kv_settings import Reference, engine_references, store_references
 from paceline_operator.planner.manifests import ANNOTATION_INTENT
 from paceline_operator.planner.model import (
     Apply,
@@ -27,6 +29,7 @@ from paceline_operator.planner.model import (
     Observed,
     PlanSettings,
     ServiceObserved,
+    StoreObserved,
 )
 from paceline_operator.planner.plan import plan
 from paceline_operator.planner.token import ANNOTATION_TOKEN_HASH
@@ -71,11 +74,24 @@ class _Files:
         for item, resource in self._typed:
             if isinstance(resource, InferenceService):
                 store = self._store(item, resource, incomplete)
-                yield item.label, ServiceObserved(manifest=_live(item), kv_store=store)
+                held = {} if store is None else _held(engine_references(store))
+                yield item.label, ServiceObserved(manifest=_live(item), kv_store=store, store_data=held)
         if incomplete:
             raise BadInput(*incomplete)
+        for item, resource in self._typed:
+            if isinstance(resource, KVStore):
+                yield from self._stores(item)
         for namespace, name in self._fleets():
             yield f"{ROUTER.kind}/{name}", self._fleet(namespace, name)
+
+    @staticmethod
+    def _stores(item: SourceObject) -> Iterator[tuple[str, Observed]]:
+        """As first seen, when the operator makes a token, and with all that the store names."""
+        store = _live(item)
+        held = _held(store_references(store))
+        made = {label: keys for label, keys in held.items() if label != f"{SECRET.kind} {kv_name(item.name)}"}
+        yield item.label, StoreObserved(manifest=store, data=made, new_token=TOKEN_PLACEHOLDER)
+        yield item.label, StoreObserved(manifest=store, data=held)
 
     def _store(self, item: SourceObject, service: InferenceService, incomplete: list[str]) -> Manifest | None:
         ref = service.spec.kv_store_ref
@@ -114,6 +130,10 @@ class _Files:
 
     def _of(self, kind: str, namespace: str) -> list[tuple[SourceObject, Resource]]:
         return [pair for pair in self._typed if pair[0].kind == kind and pair[0].namespace == namespace]
+
+
+def _held(references: Sequence[Reference]) -> dict[str, Mapping[str, str] | None]:
+    return {item.label: dict.fromkeys(item.keys, "") for item in references}
 
 
 def _without_token_hash(manifest: Manifest) -> Manifest:

@@ -6,6 +6,7 @@ from paceline_cli.local.rules import has_status
 
 _CORE_SHORT_NAMES = {
     "ConfigMap": "cm",
+    "DaemonSet": "ds",
     "Deployment": "deploy",
     "Event": "ev",
     "Pod": "po",

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from paceline_api.kube import (
+    DAEMON_SET,
     DEPLOYMENT,
     ENDPOINT_SLICE,
     INFERENCE_SERVICE,
@@ -26,8 +27,8 @@ Validator = Callable[[Manifest], object]
 """Raises ValueError (as pydantic does) for an object that must not be stored."""
 
 _CUSTOM = (INFERENCE_SERVICE, ROUTER, TENANT, KV_STORE)
-_WITH_STATUS = frozenset({*_CUSTOM, DEPLOYMENT, SERVICE, POD, POD_DISRUPTION_BUDGET})
-_WITH_GENERATION = frozenset({*_CUSTOM, DEPLOYMENT, POD, POD_DISRUPTION_BUDGET, ENDPOINT_SLICE})
+_WITH_STATUS = frozenset({*_CUSTOM, DEPLOYMENT, DAEMON_SET, SERVICE, POD, POD_DISRUPTION_BUDGET})
+_WITH_GENERATION = frozenset({*_CUSTOM, DEPLOYMENT, DAEMON_SET, POD, POD_DISRUPTION_BUDGET, ENDPOINT_SLICE})
 _SERVER_OWNED = (
     "uid",
     "resourceVersion",
@@ -98,7 +99,7 @@ def _intent(manifest: Manifest) -> Mapping[str, Any]:
 def check(old: Manifest | None, new: Manifest, kind: Kind, validator: Validator | None) -> None:
     """Raises Invalid (422) with the object and the field."""
     title = f"{kind.kind} {new['metadata']['name']!r} is invalid"
-    if kind is DEPLOYMENT:
+    if kind in (DEPLOYMENT, DAEMON_SET):
         selector = (new.get("spec") or {}).get("selector")
         if old is not None and old["spec"].get("selector") != selector:
             raise Invalid(422, "Invalid", f"{title}: spec.selector: field is immutable")

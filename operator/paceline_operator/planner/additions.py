@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from paceline_api.kube import DEPLOYMENT, Manifest
+from paceline_api.kube import DAEMON_SET, DEPLOYMENT, Manifest
 
 # Keys of the lists that the API server merges, as far as a pod template of ours has them.
 _KEYS: Mapping[str, tuple[str, ...]] = {
@@ -38,8 +38,8 @@ _EMPTY: tuple[object, ...] = (None, {}, [], "")
 
 
 def additions(live: Manifest, intent: Manifest) -> tuple[str, ...]:
-    """Paths in the pod template of a live Deployment that are neither ours nor defaults; none for other kinds."""
-    if intent["kind"] != DEPLOYMENT.kind:
+    """Paths in the pod template of a live workload that are neither ours nor defaults; none for other kinds."""
+    if intent["kind"] not in (DEPLOYMENT.kind, DAEMON_SET.kind):
         return ()
     return tuple(
         _added(live["spec"]["template"]["spec"], intent["spec"]["template"]["spec"], "spec.template.spec", "spec")

@@ -24,6 +24,7 @@ from paceline_api.names import (
     ENGINE_ADMIN_PORT,
     ENGINE_HTTP_PORT,
     ENGINE_METRICS_PORT,
+    KV_SETTINGS_KEY,
     LABEL_MODEL_HASH,
     LABEL_ROLE,
     LABEL_SERVICE,
@@ -40,7 +41,8 @@ from paceline_api.quantity import parse_duration_s
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, RolloutStrategy
 from paceline_operator.planner import pods
-from paceline_operator.planner.engine_args import engine_args, model_claim, store_memory_of
+from paceline_operator.planner.engine_args import engine_args, model_claim
+from paceline_operator.planner.kv_settings import ANNOTATION_STORE_HASH, StorePart, with_extra
 from paceline_operator.planner.manifests import child, common_labels, dig, owner_reference, text_hash
 from paceline_operator.planner.model import PlanSettings, ServiceObserved
 from paceline_operator.planner.token import with_token_hash
@@ -83,17 +85,24 @@ def drain_timeout_s(service: InferenceService) -> int:
 class EngineChildren:
     """Renders the children of one service. Everything is derived from what is passed in.
 
-    `kv_memory` is None while the service's KVStore is not known: the pod template that runs is kept then.
+    `store` is the engines' part of the service's KVStore. `keeps`: it has one that can't be used now; the pod template
+    that runs, and what it mounts, are kept then.
     """
 
     def __init__(
-        self, observed: ServiceObserved, service: InferenceService, kv_memory: str | None, settings: PlanSettings
+        self,
+        observed: ServiceObserved,
+        service: InferenceService,
+        store: StorePart | None,
+        settings: PlanSettings,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.service = service
         self._observed = observed
         self._live = next((item for item in observed.children if item["kind"] == DEPLOYMENT.kind), None)
-        self._keeps = kv_memory is None
-        self._kv_memory = self._running_kv_memory() if kv_memory is None else kv_memory
+        self._keeps = keeps and self._live is not None
+        self._store = store
         self._settings = settings
         self._name = engine_name(service.metadata.name)
         self._namespace = str(observed.manifest["metadata"]["namespace"])
@@ -108,8 +117,8 @@ class EngineChildren:
     def render(self) -> list[Manifest]:
         """Every child, in no particular order."""
         children = [self._child(SERVICE_ACCOUNT, automountServiceAccountToken=False), self._service()]
-        if (chat_template := self._chat_template()) is not None:
-            children.append(self._child(CONFIG_MAP, data={CHAT_TEMPLATE_KEY: chat_template}))
+        if data := self._data():
+            children.append(self._child(CONFIG_MAP, data=data))
         if wanted_replicas(self.service) >= 2:
             children.append(self._child(POD_DISRUPTION_BUDGET, spec=pods.disruption_budget_spec(self._selector)))
         children.append(self._deployment())
@@ -118,13 +127,14 @@ class EngineChildren:
     def _child(self, kind: Kind, **content: object) -> Manifest:
         return child(kind, self._namespace, self._name, labels=self._labels, owners=self._owners, **content)
 
-    def _chat_template(self) -> str | None:
-        wanted = self.service.spec.model.chat_template
-        if wanted is not None or not self._keeps:
-            return wanted
-        # A pod template that is kept may still mount it.
-        live = next((item for item in self._observed.children if item["kind"] == CONFIG_MAP.kind), None)
-        return dig(live, "data", CHAT_TEMPLATE_KEY)
+    def _data(self) -> dict[str, str]:
+        """What the pods mount of the service's own ConfigMap."""
+        if self._keeps:
+            live = next((item for item in self._observed.children if item["kind"] == CONFIG_MAP.kind), None)
+            return dig(live, "data") or {}
+        template = self.service.spec.model.chat_template
+        data = {} if template is None else {CHAT_TEMPLATE_KEY: template}
+        return data if self._store is None else {**data, KV_SETTINGS_KEY: self._store.text}
 
     def _service(self) -> Manifest:
         # Ports by name, so that EndpointSlices carry each pod's real ones. The admin port stays inside the pod network.
@@ -136,12 +146,11 @@ class EngineChildren:
 
     def _deployment(self) -> Manifest:
         current = pods.Pin(pods.TEMPLATE_VERSION, self._settings.image_engine)
-        pin, template = pods.pinned(self._live, self._template, current)
-        template = with_token_hash(template, self._live, self._observed.token.hash)
         if self._keeps and self._live is not None:
-            running = self._live["spec"]["template"]
-            if pods.config_hash_of(running) != pods.config_hash_of(template):
-                pin, template = pods.pin_of(self._live) or current, running
+            pin, template = pods.pin_of(self._live) or current, self._live["spec"]["template"]
+        else:
+            pin, template = pods.pinned(self._live, self._template, current)
+        template = with_token_hash(template, self._live, self._observed.token.hash)
         deployment = self._child(
             DEPLOYMENT,
             spec={
@@ -156,13 +165,6 @@ class EngineChildren:
         deployment["metadata"]["annotations"] = self._model_annotations | pin.annotations()
         deployment["metadata"]["labels"] = self._labels | self._model_labels
         return deployment
-
-    def _running_kv_memory(self) -> str:
-        containers: list[Manifest] = dig(self._live, "spec", "template", "spec", "containers") or []
-        arguments: list[list[str]] = [
-            item["args"] for item in containers if item["name"] == ENGINE_CONTAINER and "args" in item
-        ]
-        return store_memory_of(arguments[0] if arguments else [])
 
     def _rolling_update(self) -> Manifest:
         rollout = self.service.spec.rollout
@@ -182,6 +184,8 @@ class EngineChildren:
         annotations = dict(self._model_annotations)
         if self.service.spec.model.chat_template is not None:
             annotations["paceline.dev/chat-template-hash"] = text_hash(self.service.spec.model.chat_template)
+        if self._store is not None:
+            annotations[ANNOTATION_STORE_HASH] = self._store.hash(self._observed.store_data)
         metadata = {"labels": self._labels | self._model_labels, "annotations": annotations}
         return {"metadata": metadata, "spec": spec}
 
@@ -191,7 +195,7 @@ class EngineChildren:
             "name": ENGINE_CONTAINER,
             "image": self._engine.image or pin.image,
             "command": ["paceline-engine"],
-            "args": ["serve", *engine_args(self.service, self._kv_memory, PORTS, drain_s)],
+            "args": ["serve", *engine_args(self.service, self._store is not None, PORTS, drain_s)],
             "env": [*pods.base_env(PORTS), {"name": "PACELINE_CACHE_DIR", "value": MODEL_CACHE_DIR}],
             "ports": pods.ports(PORTS),
             "securityContext": pods.container_security(),
@@ -203,8 +207,12 @@ class EngineChildren:
         }
         if self.service.spec.model.credentials_secret_ref is not None:
             container["envFrom"] = [{"secretRef": {"name": self.service.spec.model.credentials_secret_ref.name}}]
-        if self._engine.resources is not None:
-            container["resources"] = self._engine.resources.model_dump(exclude_none=True)
+        own = self._engine.resources
+        resources = None if own is None else own.model_dump(exclude_none=True)
+        if self._store is not None:
+            resources = with_extra(resources, self._store.extra)
+        if resources is not None:
+            container["resources"] = resources
         return container
 
     def _volumes(self) -> tuple[list[Manifest], list[Manifest]]:
@@ -234,6 +242,7 @@ class EngineChildren:
                     {"name": _MODEL_VOLUME, "mountPath": MODEL_VOLUME_DIR, "readOnly": True},
                 )
             )
+        pairs += self._store.pairs if self._store is not None else ()
         return [volume for volume, _ in pairs], [mount for _, mount in pairs]
 
 

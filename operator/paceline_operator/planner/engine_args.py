@@ -6,14 +6,15 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR, MODEL_VOLUME_DIR
-from paceline_api.v1alpha1 import InferenceService, KVStore
+from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import Acceptance, EngineSpec, Speculative
+from paceline_operator.planner.kv_settings import settings_flag
 from paceline_operator.planner.pods import literal, port_flags, token_flag
 
-_STORE_MEMORY = "--kv-store-memory"
+_PREEMPTED_MEMORY = "--kv-store-memory=0"
 _CLAIM = "pvc://"
 # Of a draft guess: kept with probability min(1, p / (lenience * q)).
 _LENIENCE = 0.5
@@ -21,7 +22,8 @@ _LENIENCE = 0.5
 RESERVED_FLAGS = frozenset(
     {
         "--model", "--served-model-name", "--host", "--port", "--admin-port", "--metrics-port",
-        "--internal-token-file", "--cache-dir", "--chat-template", "--drain-timeout", _STORE_MEMORY,
+        "--internal-token-file", "--cache-dir", "--chat-template", "--drain-timeout", "--kv-store-config",
+        "--kv-store-disk", "--kv-store-disk-capacity",
     }
 )  # fmt: skip
 
@@ -44,18 +46,7 @@ def extra_args_problem(service: InferenceService) -> str | None:
     return None
 
 
-def store_memory(store: KVStore | None) -> str:
-    """What each engine keeps of KV in memory for its store."""
-    return store.spec.memory.capacity if store and store.spec.memory else "0"
-
-
-def store_memory_of(arguments: Sequence[str]) -> str:
-    """The same, of engines that run with these arguments."""
-    values = [argument.split("=", 1)[1] for argument in arguments if argument.startswith(f"{_STORE_MEMORY}=")]
-    return values[0] if values else "0"
-
-
-def engine_args(service: InferenceService, kv_memory: str, ports: Mapping[str, int], drain_s: int) -> list[str]:
+def engine_args(service: InferenceService, has_store: bool, ports: Mapping[str, int], drain_s: int) -> list[str]:
     """Arguments of `paceline-engine serve`. An extra argument takes the place of a default of the same name."""
     engine = service.spec.engine or EngineSpec()
     extra = [literal(argument) for argument in engine.extra_args or []]
@@ -67,8 +58,10 @@ def engine_args(service: InferenceService, kv_memory: str, ports: Mapping[str, i
         token_flag(),
         f"--cache-dir={MODEL_CACHE_DIR}",
         f"--drain-timeout={drain_s}s",
-        f"{_STORE_MEMORY}={kv_memory}",
+        *([] if flag_of(_PREEMPTED_MEMORY) in overridden else [_PREEMPTED_MEMORY]),
     ]
+    if has_store:
+        fixed.append(settings_flag())
     if service.spec.model.chat_template is not None:
         fixed.append(f"--chat-template={CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}")
     tunable = [argument for argument in _tunable(engine) if flag_of(argument) not in overridden]

@@ -33,6 +33,7 @@ _ATOMIC = frozenset({"selector", "labelSelector", "roleRef"})
 _QUANTITY_PARENTS = frozenset({"requests", "limits", "hard"})
 _APPLY_ORDER = (
     "ServiceAccount", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PodDisruptionBudget", "Deployment",
+    "DaemonSet",
 )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def covers(live: Any, intent: Any, under: str = "") -> bool:
 
 
 def _context(under: str, key: str) -> str:
-    return "quantity" if under in _QUANTITY_PARENTS else key
+    return "quantity" if under in _QUANTITY_PARENTS or key == "sizeLimit" else key
 
 
 def _covers_list(live: list[Any], intent: list[Any], under: str) -> bool:

@@ -35,6 +35,7 @@ class PlanSettings:
 
     image_engine: str = "paceline-engine:0.1.0"
     image_router: str = "paceline-router:0.1.0"
+    image_kvstore: str = "paceline-kvstore:0.1.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceObserved:
-    """An InferenceService. `peers` are the other services on its router, `kv_store` the object its ref names."""
+    """An InferenceService. `peers` are the other services on its router, `kv_store` the object its ref names.
+
+    `store_data`: what the Secrets and ConfigMaps hold that the store names, by label; None for one that is not there.
+    """
 
     manifest: Manifest
     children: tuple[Manifest, ...] = ()
     pods: tuple[PodFact, ...] = ()
     router: RouterFact = RouterFact()
     kv_store: Manifest | None = None
+    store_data: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict[str, "Mapping[str, str] | None"])
     peers: tuple[Manifest, ...] = ()
     token: Token = Token()
     errors: tuple[str, ...] = ()
@@ -111,9 +116,17 @@ class TenantObserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreObserved:
-    """A KVStore."""
+    """A KVStore, and the children of its node server. `data` as `ServiceObserved.store_data`.
+
+    `new_token` is used only where the server's token is the operator's to make and there is none.
+    """
 
     manifest: Manifest
+    children: tuple[Manifest, ...] = ()
+    pods: tuple[PodFact, ...] = ()
+    data: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict[str, "Mapping[str, str] | None"])
+    new_token: str = ""
+    errors: tuple[str, ...] = ()
 
 
 Observed = ServiceObserved | FleetObserved | TenantObserved | StoreObserved
@@ -146,7 +159,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Take out what others have added to the pod template of a Deployment; `manifest` is its complete intent."""
+    """Take out what others have added to the pod template of a workload; `manifest` is its complete intent."""
 
     manifest: Manifest
     added: tuple[str, ...]

@@ -5,6 +5,7 @@ Executing a plan and planning again on what is then observed gives an empty plan
 
 from __future__ import annotations
 
+from paceline_operator.planner.kv_store import plan_store
 from paceline_operator.planner.model import (
     FleetObserved,
     Observed,
@@ -15,7 +16,7 @@ from paceline_operator.planner.model import (
 )
 from paceline_operator.planner.router import plan_fleet
 from paceline_operator.planner.service import plan_service
-from paceline_operator.planner.tenant import plan_store, plan_tenant
+from paceline_operator.planner.tenant import plan_tenant
 
 
 def plan(observed: Observed, now: float, settings: PlanSettings) -> Plan:
@@ -26,4 +27,4 @@ def plan(observed: Observed, now: float, settings: PlanSettings) -> Plan:
         return plan_fleet(observed, now, settings)
     if isinstance(observed, TenantObserved):
         return plan_tenant(observed, now)
-    return plan_store(observed, now)
+    return plan_store(observed, now, settings)

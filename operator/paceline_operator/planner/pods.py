@@ -80,11 +80,17 @@ def pod_spec(
     service_account: str,
     automount: bool,
     grace_s: int,
-    selector: dict[str, str],
+    selector: dict[str, str] | None,
     container: Manifest,
     volumes: list[Manifest],
 ) -> Manifest:
-    """A pod that passes the `restricted` Pod Security level and prefers to spread over nodes."""
+    """A pod that passes the `restricted` Pod Security level; those of `selector`, if given, spread over nodes."""
+    spread: Manifest = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": selector},
+    }
     return {
         "serviceAccountName": service_account,
         "automountServiceAccountToken": automount,
@@ -98,14 +104,7 @@ def pod_spec(
             "fsGroup": USER_ID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "topologySpreadConstraints": [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": selector},
-            }
-        ],
+        **({"topologySpreadConstraints": [spread]} if selector else {}),
         "containers": [container],
         "volumes": volumes,
     }
@@ -123,17 +122,18 @@ def ports(numbers: Mapping[str, int]) -> list[Manifest]:
     return [{"name": name, "containerPort": number, "protocol": "TCP"} for name, number in numbers.items()]
 
 
-def base_env(numbers: Mapping[str, int]) -> list[Manifest]:
-    """Host, ports by name, the token file, and places to write: the root file system is read-only."""
+def base_env(numbers: Mapping[str, int], token_file: str | None = INTERNAL_TOKEN_FILE) -> list[Manifest]:
+    """Host, ports by name, the internal token's file, and places to write: the root file system is read-only."""
     values = {ENV_HOST: "0.0.0.0"}
     values |= {port_env(name): str(number) for name, number in numbers.items()}
-    values |= {ENV_TOKEN_FILE: INTERNAL_TOKEN_FILE, "HOME": "/tmp", "TMPDIR": "/tmp"}
+    values |= {ENV_TOKEN_FILE: token_file} if token_file else {}
+    values |= {"HOME": "/tmp", "TMPDIR": "/tmp"}
     return [{"name": name, "value": value} for name, value in values.items()]
 
 
 def port_flags(numbers: Mapping[str, int]) -> list[str]:
     """`--host` and one flag a port, as references to the variables of `base_env`."""
-    flags = {"http": "--port", "admin": "--admin-port", "metrics": "--metrics-port"}
+    flags = {"http": "--port", "kv": "--port", "admin": "--admin-port", "metrics": "--metrics-port"}
     return [f"--host=$({ENV_HOST})", *(f"{flags[name]}=$({port_env(name)})" for name in numbers)]
 
 
@@ -146,21 +146,21 @@ def literal(text: str) -> str:
     return text.replace("$(", "$$(")
 
 
-def http_probe(path: str, *, period_s: int, timeout_s: int, failures: int) -> Manifest:
+def http_probe(path: str, port: str, *, period_s: int, timeout_s: int, failures: int) -> Manifest:
     return {
-        "httpGet": {"path": path, "port": "http", "scheme": "HTTP"},
+        "httpGet": {"path": path, "port": port, "scheme": "HTTP"},
         "periodSeconds": period_s,
         "timeoutSeconds": timeout_s,
         "failureThreshold": failures,
     }
 
 
-def probes(startup_budget_s: int) -> Manifest:
+def probes(startup_budget_s: int, port: str = "http") -> Manifest:
     """Started when it first could serve; then ready = would serve now, live = makes progress or is idle."""
     return {
-        "startupProbe": http_probe("/health/ready", period_s=1, timeout_s=2, failures=startup_budget_s),
-        "readinessProbe": http_probe("/health/ready", period_s=2, timeout_s=2, failures=2),
-        "livenessProbe": http_probe("/health/live", period_s=10, timeout_s=5, failures=6),
+        "startupProbe": http_probe("/health/ready", port, period_s=1, timeout_s=2, failures=startup_budget_s),
+        "readinessProbe": http_probe("/health/ready", port, period_s=2, timeout_s=2, failures=2),
+        "livenessProbe": http_probe("/health/live", port, period_s=10, timeout_s=5, failures=6),
     }
 
 

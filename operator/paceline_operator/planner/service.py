@@ -6,13 +6,16 @@ its KVStore is missing, engines that run keep their pod template, and everything
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline_api.conditions import Fact, Type
 from paceline_api.kube import DEPLOYMENT, Manifest
 from paceline_api.names import DEFAULT_ROUTER, engine_name
-from paceline_api.v1alpha1 import InferenceService, KVStore
+from paceline_api.v1alpha1 import InferenceService
 from paceline_api.validation import InvalidObject, parse
 from paceline_operator.planner.children import ROLE, EngineChildren, selector_text, wanted_replicas
-from paceline_operator.planner.engine_args import extra_args_problem, store_memory
+from paceline_operator.planner.engine_args import extra_args_problem
+from paceline_operator.planner.kv_settings import StorePart, engine_part, read_store
 from paceline_operator.planner.manifests import being_deleted, difference, dig
 from paceline_operator.planner.model import Action, Plan, PlanSettings, ServiceObserved
 from paceline_operator.planner.pods import config_hash_of
@@ -49,8 +52,7 @@ def plan_service(observed: ServiceObserved, now: float, settings: PlanSettings) 
     if service is None or blocker is not None:
         wanted = int(dig(live, "spec", "replicas") or 0)
         return _finish(observed, Rollout(wanted, None, live, observed.pods), (), blocker, now)
-    kv_memory = None if store_blocker else store_memory(store)
-    desired = EngineChildren(observed, service, kv_memory, settings).render()
+    desired = EngineChildren(observed, service, store, settings, keeps=store_blocker is not None).render()
     actions = difference(desired, observed.children)
     deployment = next(item for item in desired if item["kind"] == DEPLOYMENT.kind)
     template_hash = config_hash_of(deployment["spec"]["template"])
@@ -69,7 +71,8 @@ def _parsed(manifest: Manifest) -> tuple[InferenceService | None, Verdict | None
     return service, stalled("InvalidSpec", problem) if problem else None
 
 
-def _store(service: InferenceService | None, observed: ServiceObserved) -> tuple[KVStore | None, Verdict | None]:
+def _store(service: InferenceService | None, observed: ServiceObserved) -> tuple[StorePart | None, Verdict | None]:
+    """The engines' part of the store, or why there is none yet though the service names one."""
     if service is None or service.spec.kv_store_ref is None:
         return None, None
     name = service.spec.kv_store_ref.name
@@ -77,12 +80,14 @@ def _store(service: InferenceService | None, observed: ServiceObserved) -> tuple
         return None, reconciling(
             "KVStoreNotFound", f"spec.kvStoreRef: there is no KVStore {name} in this namespace; create it", warning=True
         )
-    try:
-        store = parse(observed.kv_store)
-    except InvalidObject as error:
-        return None, reconciling("KVStoreInvalid", f"KVStore {name}: {error}", warning=True)
-    assert isinstance(store, KVStore)
-    return store, None
+    store, problem = read_store(observed.kv_store)
+    if store is None:
+        return None, reconciling("KVStoreInvalid", f"KVStore {name}: {problem}", warning=True)
+    part = engine_part(store, str(observed.manifest["metadata"]["namespace"]), engine_name(service.metadata.name))
+    missing = part.missing(observed.store_data)
+    if missing is not None:
+        return None, replace(missing, message=f"KVStore {name}: {missing.message}")
+    return part, None
 
 
 def _name_taken(observed: ServiceObserved) -> Verdict | None:

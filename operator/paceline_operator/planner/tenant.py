@@ -1,13 +1,13 @@
-"""Plans of Tenant and KVStore: no children, only whether what they refer to is there. Pure."""
+"""Plan of a Tenant: no children, only whether what it refers to is there. Pure."""
 
 from __future__ import annotations
 
 from paceline_api.kube import Manifest
 from paceline_api.names import API_KEY_SECRET_KEY
-from paceline_api.v1alpha1 import KVStore, Tenant
+from paceline_api.v1alpha1 import Tenant
 from paceline_api.validation import InvalidObject, parse
 from paceline_operator.planner.manifests import being_deleted
-from paceline_operator.planner.model import Plan, StoreObserved, TenantObserved
+from paceline_operator.planner.model import Plan, TenantObserved
 from paceline_operator.planner.status import Verdict, reconciling, stalled, status_change
 
 # Secrets are not watched: a missing one is looked for again after this long.
@@ -25,19 +25,6 @@ def plan_tenant(observed: TenantObserved, now: float) -> Plan:
     missing = _missing_secret(tenant, observed) or _missing_service(tenant, observed)
     verdict = missing or Verdict(True, "Valid", "everything that the tenant refers to is there")
     return _finish(observed.manifest, verdict, now, None if missing is None else SECRET_RECHECK_S)
-
-
-def plan_store(observed: StoreObserved, now: float) -> Plan:
-    if being_deleted(observed.manifest):
-        return Plan()
-    try:
-        store = parse(observed.manifest)
-    except InvalidObject as error:
-        return _finish(observed.manifest, _invalid(error), now)
-    assert isinstance(store, KVStore)
-    capacity = store.spec.memory.capacity if store.spec.memory else "0"
-    message = f"each engine replica of a service that refers to it keeps up to {capacity} of KV in memory"
-    return _finish(observed.manifest, Verdict(True, "Valid", message), now)
 
 
 def _invalid(error: InvalidObject) -> Verdict:

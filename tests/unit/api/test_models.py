@@ -121,6 +121,7 @@ def test_an_unbuilt_feature_is_refused_by_name(spec: dict[str, Any], field: str,
         ({"model": {"source": "hf://o/n", "revision": "a b"}}, "spec.model.revision", "does not match"),
         ({"model": {}}, "spec.model.source", "is required"),
         ({"model": {"source": "ftp://x/y"}}, "spec.model.source", "does not match"),
+        ({"kvStoreRef": {"name": "s"}, "engine": {"enablePrefixCaching": False}}, "spec", "through the prefix cache"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_path(spec: dict[str, Any], field: str, word: str) -> None:
@@ -152,9 +153,6 @@ def test_parsing_leaves_the_manifest_alone() -> None:
         ("Tenant", {"kvQuota": "20Gi"}, "spec.kvQuota"),
         ("Router", {"tls": {"secretName": "x"}}, "spec.tls"),
         ("Router", {"queue": {}}, "spec.queue"),
-        ("KVStore", {"memory": {"capacity": "1Gi"}, "ttl": "7d"}, "spec.ttl"),
-        ("KVStore", {"disk": {"capacity": "1Gi", "path": "/kv"}}, "spec.disk"),
-        ("KVStore", {}, "spec"),
     ],
 )
 def test_the_other_kinds_refuse_what_is_not_built(kind: str, spec: dict[str, Any], field: str) -> None:

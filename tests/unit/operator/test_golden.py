@@ -1,4 +1,4 @@
-"""The children of the example as YAML files: a change of what is rendered shows up in review.
+"""The children of the examples as YAML files: a change of what is rendered shows up in review.
 
 After a change on purpose: PACELINE_UPDATE_GOLDEN=1 python -m pytest tests/unit/operator/test_golden.py
 """
@@ -11,6 +11,8 @@ import yaml
 from operator_samples import NOW, SETTINGS, applied, created, fleet, observed
 
 from paceline_api.validation import parse
+from paceline_operator.planner.kv_settings import store_references
+from paceline_operator.planner.model import StoreObserved
 from paceline_operator.planner.plan import plan
 
 ROOT = Path(__file__).parents[3]
@@ -46,13 +48,26 @@ def rendered() -> dict[str, list[dict]]:
         NOW,
         SETTINGS,
     )
+    (fleet_store,) = yaml.safe_load_all((EXAMPLE.parent / "kv-store-fleet.yaml").read_text())
+    stamps = {"namespace": "default", "uid": "uid-KVStore", "generation": 1}
+    fleet_store = {**fleet_store, "metadata": {**fleet_store["metadata"], **stamps}}
+    held = {item.label: dict.fromkeys(item.keys, "hash") for item in store_references(fleet_store)}
+    consumer = objects["InferenceService"]
+    consumer = {**consumer, "spec": {**consumer["spec"], "kvStoreRef": {"name": "fleet"}}}
+    servers = plan(StoreObserved(manifest=fleet_store, data=held), NOW, SETTINGS)
+    sharing = plan(observed(consumer, kv_store=fleet_store, store_data=held), NOW, SETTINGS)
     return {
+        "kv-store-fleet.yaml": list(applied(servers.actions).values()),
+        "kv-store-engine.yaml": list(applied(sharing.actions).values()),
         "smollm2-engine.yaml": list(applied(service.actions).values()),
         "smollm2-router.yaml": created(gateway.actions) + list(applied(gateway.actions).values()),
     }
 
 
-@pytest.mark.parametrize("name", ["smollm2-engine.yaml", "smollm2-router.yaml"])
+GOLDENS = ["kv-store-engine.yaml", "kv-store-fleet.yaml", "smollm2-engine.yaml", "smollm2-router.yaml"]
+
+
+@pytest.mark.parametrize("name", GOLDENS)
 def test_the_example_renders_as_recorded(name):
     text = yaml.dump_all(rendered()[name], Dumper=_NoAliases, sort_keys=False, width=120)
     path = GOLDEN / name
@@ -61,8 +76,9 @@ def test_the_example_renders_as_recorded(name):
     assert text == path.read_text(), f"{name} differs; see this file's docstring if the change is meant"
 
 
-def test_the_example_is_valid():
-    for item in yaml.safe_load_all(EXAMPLE.read_text()):
+@pytest.mark.parametrize("path", sorted(EXAMPLE.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_valid(path):
+    for item in yaml.safe_load_all(path.read_text()):
         parse(item)
 
 

@@ -271,12 +271,6 @@ def test_resources_reach_the_container():
     assert found == {"requests": {"cpu": "1", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
 
 
-def test_a_kv_store_sizes_the_memory_tier():
-    manifest = service(kvStoreRef={"name": "shared"})
-    args = arguments(children(manifest, kv_store=store())["Deployment"])
-    assert "--kv-store-memory=1Gi" in args
-
-
 def test_names_of_63_characters_stay_valid_and_apart():
     names = {children(service(name="a" * 62 + end))["Deployment"]["metadata"]["name"] for end in "bc"}
     assert len(names) == 2

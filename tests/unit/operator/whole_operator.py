@@ -9,7 +9,7 @@ from paceline_api.kube import (
     INFERENCE_SERVICE,
     ROUTER,
 )
-from paceline_operator.feed import WATCHED_KINDS
+from paceline_operator.feed import WATCHED_KINDS, field_selector
 from paceline_operator.settings import Settings
 
 FLEET = "paceline-default-router"
@@ -48,6 +48,9 @@ def become_ready_router(cluster):
 def caught_up(cluster, operator) -> bool:
     return all(
         {item["metadata"]["resourceVersion"] for item in operator.cache.list(kind)}
-        == {item["metadata"]["resourceVersion"] for item in cluster.store.list(kind, None).items}
+        == {
+            item["metadata"]["resourceVersion"]
+            for item in cluster.store.list(kind, None, field_selector=field_selector(kind)).items
+        }
         for kind in WATCHED_KINDS
     )
