@@ -49,6 +49,7 @@ ACCEPTED = [
         },
     ),
     kv_store(mode="node", disk=DISK, node={"memory": MEMORY}),
+    kv_store(mode="node", disk=DISK),
 ]
 REFUSED = [
     (kv_store(), "spec", "name at least one tier"),
@@ -57,8 +58,7 @@ REFUSED = [
     (kv_store(memory={"capacity": 1000}), "spec.memory.capacity", "does not match"),
     (kv_store(memory=MEMORY, mode="somewhere"), "spec.mode", "embedded"),
     (kv_store(memory=MEMORY, node={}), "spec", "node belongs to mode node or both"),
-    (kv_store(disk=DISK, mode="node"), "spec", "need memory"),
-    (kv_store(disk=DISK, mode="both", node={"memory": MEMORY}), "spec", "need memory"),
+    (kv_store(disk=DISK, mode="both", node={"memory": MEMORY}), "spec", "mode both keeps memory in the engines"),
     (kv_store(memory=MEMORY, encryption=KEYS), "spec", "encryption seals what goes to disk and S3"),
     (kv_store(memory=MEMORY, ttl="0s"), "spec.ttl", "longer than zero"),
     (kv_store(memory=MEMORY, tenantQuota="1k"), "spec.tenantQuota", "does not match"),

@@ -5,7 +5,7 @@ Only warnings: in a cluster the other object may exist already, or come from ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from paceline_api.names import API_KEY_SECRET_KEY, DEFAULT_ROUTER
 from paceline_api.v1alpha1 import InferenceService, KVStore, Resource, Router, Tenant
@@ -78,7 +78,7 @@ def _of_tenant(item: SourceObject, tenant: Tenant, names: _Names) -> Iterator[Fi
 
 
 def _of_data(
-    item: SourceObject, path: tuple[str | int, ...], kind: str, name: str, wanted: Iterable[str], names: _Names
+    item: SourceObject, path: tuple[str | int, ...], kind: str, name: str, wanted: Sequence[str], names: _Names
 ) -> Iterator[Finding]:
     """Keys of a Secret or ConfigMap that the object at `path` names."""
     found = names.get(kind, item, name)
@@ -86,9 +86,10 @@ def _of_data(
         yield item.finding((*path, "name"), str(names.missing(kind, item, name)))
         return
     keys = {key for part in ("data", "stringData", "binaryData") for key in found.manifest.get(part) or {}}
+    where = (*path, "key") if len(wanted) == 1 else path
     for key in wanted:
         if key not in keys:
-            yield item.finding((*path, "key"), f"{kind} {name!r} at {found.place} has no key {key!r}")
+            yield item.finding(where, f"{kind} {name!r} at {found.place} has no key {key!r}")
 
 
 def _of_store(item: SourceObject, store: KVStore, names: _Names) -> Iterator[Finding]:

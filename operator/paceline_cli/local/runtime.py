@@ -18,6 +18,7 @@ from pathlib import Path
 from paceline_api.kube import Kind
 from paceline_cli.local.agent import NodeAgent
 from paceline_cli.local.controllers.base import ControllerManager
+from paceline_cli.local.controllers.daemon_set import DaemonSetController
 from paceline_cli.local.controllers.deployment import DeploymentController
 from paceline_cli.local.controllers.endpoint_slice import EndpointSliceController
 from paceline_cli.local.controllers.scheduler import Scheduler
@@ -26,6 +27,7 @@ from paceline_cli.local.kubeconfig import write_kubeconfig
 from paceline_cli.local.rules import Validator
 from paceline_cli.local.store import ObjectStore
 from paceline_cli.node.host import FixedPort, HostIsolation
+from paceline_cli.node.kept import KeptFolders
 from paceline_cli.node.node import ProcessNode, rfc3339_now
 from paceline_cli.node.worker import NodeConfig
 
@@ -41,6 +43,8 @@ class RuntimeConfig:
     validators: Mapping[Kind, Validator] = field(default_factory=dict)
     stand_ins: Mapping[str, Path] = field(default_factory=dict)
     """mountPath -> directory that outlives pods (the model cache)."""
+    kept_volumes: frozenset[str] = frozenset()
+    """Volumes whose folders, each of one pod at a time, outlive pods: below `state_dir`/volumes."""
     devices: Iterable[str] = ()
     fixed_port: FixedPort = lambda pod, port: None
 
@@ -60,6 +64,7 @@ class LocalRuntime:
         isolation = HostIsolation(
             fixed_port=config.fixed_port,
             stand_ins=config.stand_ins,
+            kept=KeptFolders(config.state_dir / "volumes", config.kept_volumes),
             devices=config.devices,
             api_env={"KUBECONFIG": str(self._pod_kubeconfig)},
         )
@@ -71,6 +76,7 @@ class LocalRuntime:
             self.store,
             [
                 DeploymentController(self.store, now=rfc3339_now, new_suffix=new_suffix),
+                DaemonSetController(self.store, new_suffix=new_suffix),
                 EndpointSliceController(self.store),
                 Scheduler(self.store, config.node_name, now=rfc3339_now),
             ],

@@ -80,6 +80,10 @@ class PodEnvironment(Protocol):
         """A host directory that stands in for an emptyDir (kept across pods); None = a fresh one."""
         ...
 
+    def config(self, path: str, data: bytes, mounts: tuple[Mount, ...]) -> bytes:
+        """What the file `path` of a ConfigMap must say so that a process with `mounts` finds what it names."""
+        ...
+
     def command(self, container: Container, command: Command, mounts: tuple[Mount, ...]) -> Command:
         """The command to run on this node so that `command` runs isolated with `mounts` in place.
 

@@ -5,6 +5,9 @@ What stands in for what:
   and PACELINE_PORT_<NAME> tell the process; probes and the reported spec (`report_ports`) use the same numbers;
 - a volume is a directory; arguments, environment values and the working directory that equal a mountPath, start with
   one or carry one after `=` are rewritten to it;
+- a volume that is to outlive the pod is a folder of `KeptFolders`;
+- texts in JSON files of ConfigMaps are rewritten like arguments, and so is tcp://NAME.NAMESPACE.svc:PORT of a KV node
+  server: names of Services lead nowhere here, so its pod gets the loopback port that stands in for its Service;
 - rights: runAsNonRoot, runAsUser, runAsGroup, fsGroup, seccompProfile RuntimeDefault, dropped capabilities and
   readOnlyRootFilesystem ask for fewer rights than a container has by default. The process gets exactly the rights of
   the user who started the node and no way to more (allowPrivilegeEscalation false sets no_new_privs on Linux), so these
@@ -14,7 +17,9 @@ What stands in for what:
 """
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -22,8 +27,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline_api.names import ENV_HOST, port_env
+from paceline_api.names import ENV_HOST, PORT_KV, port_env
 from paceline_cli.node.base import Command, Mount
+from paceline_cli.node.kept import KeptFolders
 from paceline_cli.node.pod import Container, Pod, PodRefused
 
 LOOPBACK = "127.0.0.1"
@@ -35,6 +41,8 @@ _PASSED_ON = (
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
 )  # fmt: skip
+
+_SERVICE_ADDRESS = re.compile(r"tcp://([a-z0-9-]+)\.([a-z0-9-]+)\.svc:[0-9]+")
 
 FixedPort = Callable[[Pod, str], int | None]
 """(pod, port name) -> a port number that the caller wants, or None."""
@@ -77,8 +85,27 @@ class HostEnvironment:
         """The caller's directory for the mountPath of an emptyDir, if it named one."""
         if not any(v.name == volume and v.kind == "emptyDir" for v in pod.volumes):
             return None
+        if (kept := self._isolation.kept_path(pod, volume)) is not None:
+            return kept
         paths = {m.mount_path for c in pod.containers for m in c.mounts if m.name == volume and not m.sub_path}
         return next((self._isolation.stand_ins[p] for p in sorted(paths) if p in self._isolation.stand_ins), None)
+
+    def config(self, path: str, data: bytes, mounts: tuple[Mount, ...]) -> bytes:
+        """JSON with its texts rewritten; any other file as it is."""
+        if not path.endswith(".json"):
+            return data
+
+        def here(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: here(inner) for key, inner in value.items()}
+            if isinstance(value, list):
+                return [here(inner) for inner in value]
+            return self._isolation.reachable(rewrite(value, mounts)) if isinstance(value, str) else value
+
+        try:
+            return json.dumps(here(json.loads(data))).encode()
+        except ValueError:
+            return data
 
     def command(self, container: Container, command: Command, mounts: tuple[Mount, ...]) -> Command:
         """Paths rewritten, the program looked up, the few variables of the user's session that programs need."""
@@ -101,12 +128,15 @@ class HostIsolation:
         *,
         fixed_port: FixedPort = lambda pod, port: None,
         stand_ins: Mapping[str, Path] | None = None,
+        kept: KeptFolders | None = None,
         api_env: Mapping[str, str] | None = None,
         devices: Iterable[str] = (),
         bin_dir: Path | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.stand_ins = dict(stand_ins or {})
+        self._kept = kept
+        self._service_ports: dict[tuple[str, str], int] = {}
         self._api_env = dict(api_env or {})
         self._fixed_port = fixed_port
         self._devices = frozenset(devices)
@@ -130,6 +160,8 @@ class HostIsolation:
         """Idempotent per pod uid; raises OSError naming a wanted port that another program has."""
         known = self._environments.get(pod.uid)
         if known is None:
+            if self._kept is not None:
+                self._kept.claim(pod)
             ports: dict[int, int] = {}
             for container in pod.containers:
                 for port in container.ports:
@@ -143,10 +175,36 @@ class HostIsolation:
 
     async def teardown(self, pod: Pod) -> None:
         """Gives the ports back."""
+        if self._kept is not None:
+            self._kept.release(pod)
         self._environments.pop(pod.uid, None)
         self._taken = {port: uid for port, uid in self._taken.items() if uid != pod.uid}
 
+    def kept_path(self, pod: Pod, volume: str) -> Path | None:
+        """The folder that outlives the pod, if the volume has one."""
+        return None if self._kept is None else self._kept.path(pod, volume)
+
+    def reachable(self, text: str) -> str:
+        """`text`, or where a node server is if it is the address of its Service."""
+        match = _SERVICE_ADDRESS.fullmatch(text)
+        return f"tcp://{LOOPBACK}:{self._service_port(match[2], match[1])}" if match else text
+
+    def _service_port(self, namespace: str, name: str) -> int:
+        """The loopback port of a Service's only pod, the same while this runs."""
+        known = self._service_ports.get((namespace, name))
+        if known is None:
+            owner = f"service {namespace}/{name}"
+            known = self._service_ports[namespace, name] = self._free_port(owner)
+            self._taken[known] = owner
+        return known
+
     def _allocate(self, pod: Pod, name: str, container_port: int) -> int:
+        if name == PORT_KV:
+            # A node server's Service and ServiceAccount have one name. While the old pod ends, the new one waits.
+            port = self._service_port(pod.namespace, pod.service_account)
+            if not port_is_free(port):
+                raise OSError(f"port {port} is still taken: by the server that this one replaces, or another program")
+            return port
         wanted = self._fixed_port(pod, name)
         # While a new pod replaces an old one both live: the newcomer takes a port of its own.
         if wanted is not None and wanted not in self._taken:
@@ -154,12 +212,17 @@ class HostIsolation:
                 raise OSError(f"port {wanted} is taken by another program: stop it or choose another port")
             self._taken[wanted] = pod.uid
             return wanted
+        port = self._free_port(f"{pod.uid}/{container_port}")
+        self._taken[port] = pod.uid
+        return port
+
+    def _free_port(self, text: str) -> int:
+        """One that depends on the text and on what is taken."""
         size = _LAST_PORT - _FIRST_PORT + 1
-        seed = hashlib.blake2b(f"{pod.uid}/{container_port}".encode(), digest_size=4).digest()
+        seed = hashlib.blake2b(text.encode(), digest_size=4).digest()
         for step in range(size):
             port = _FIRST_PORT + (int.from_bytes(seed, "big") + step) % size
             if port not in self._taken and port_is_free(port):
-                self._taken[port] = pod.uid
                 return port
         raise OSError(f"no free port between {_FIRST_PORT} and {_LAST_PORT}")
 

@@ -1,4 +1,5 @@
-"""Volumes of a Pod manifest: emptyDir, configMap, secret, downwardAPI and projected; all else is refused. No I/O."""
+"""Volumes of a Pod manifest: emptyDir, generic ephemeral, configMap, secret, downwardAPI and projected; all else is
+refused. No I/O."""
 
 from paceline_cli.node.fields import Fields
 from paceline_cli.node.pod import PodRefused, Volume, VolumeItem, VolumeSourceSpec
@@ -12,6 +13,8 @@ def parse_volume(fields: Fields) -> Volume:
     for key in ("hostPath", "persistentVolumeClaim"):
         if fields.has(key):
             raise PodRefused(f"{fields.path}.{key}", "not honoured by a process node")
+    if fields.has("ephemeral"):
+        return _ephemeral(fields, name)
     # `emptyDir: {}` is the usual form, so presence counts here, not content.
     kinds = [k for k in (*_KINDS[:3], "projected") if fields.has(k)]
     if not kinds:
@@ -42,6 +45,21 @@ def _empty_dir(fields: Fields, name: str) -> Volume:
     inner.done()
     fields.done()
     return volume
+
+
+def _ephemeral(fields: Fields, name: str) -> Volume:
+    """A claim of the pod's own: a folder here, bounded by the claim's size. Storage classes are the cluster's."""
+    inner = fields.child("ephemeral")
+    template = inner.child("volumeClaimTemplate")
+    template.accept("metadata")
+    spec = template.child("spec")
+    spec.accept("storageClassName", "accessModes")
+    spec.only("volumeMode", "Filesystem")
+    resources = spec.child("resources")
+    size = resources.texts("requests").get("storage", "")
+    for part in (resources, spec, template, inner, fields):
+        part.done()
+    return Volume(name, "emptyDir", size_limit=size)
 
 
 def _projected(fields: Fields) -> VolumeSourceSpec:

@@ -18,9 +18,9 @@ from paceline_cli.node.base import Isolation, Mount, PodEnvironment, PodStatusSi
 from paceline_cli.node.container import ContainerRunner, NodeServices
 from paceline_cli.node.expand import ConfigError
 from paceline_cli.node.parse import parse_pod
-from paceline_cli.node.pod import Container, Pod, PodKey, PodRefused
+from paceline_cli.node.pod import Container, Pod, PodKey, PodRefused, Volume
 from paceline_cli.node.status import ContainerView, PodView, Waiting, pod_status
-from paceline_cli.node.volumes import directory_bytes, make_empty_dir, volume_files, write_files
+from paceline_cli.node.volumes import File, directory_bytes, make_empty_dir, volume_files, write_files
 
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.5, 10.0
 
@@ -150,11 +150,22 @@ class PodWorker:
             if volume.kind == "files":
                 services = self._services
                 files = await volume_files(volume, pod, environment, services.content, services.capacity)
+                files = self._as_here(volume, files)
                 write_files(root, files, environment.volume_owner)
             elif (stand_in := environment.volume_path(pod, volume.name)) is not None:
                 stand_in.mkdir(parents=True, exist_ok=True, mode=0o700)
             else:
                 make_empty_dir(root, environment.volume_owner)
+
+    def _as_here(self, volume: Volume, files: dict[str, File]) -> dict[str, File]:
+        """Files of ConfigMaps with paths and addresses as they are on this node."""
+        if any(source.kind != "configMap" for source in volume.sources):
+            return files
+        pod, environment = self._prepared()
+        mounts = tuple(mount for container in pod.containers for mount in self._mounts(container))
+        return {
+            path: replace(file, content=environment.config(path, file.content, mounts)) for path, file in files.items()
+        }
 
     def _mounts(self, container: Container) -> tuple[Mount, ...]:
         pod, environment = self._prepared()

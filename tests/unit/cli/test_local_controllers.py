@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline_api.kube import DEPLOYMENT, ENDPOINT_SLICE, POD, SERVICE
+from paceline_api.kube import DAEMON_SET, DEPLOYMENT, ENDPOINT_SLICE, POD, SERVICE
+from paceline_cli.local.controllers.daemon_set import DaemonSetController
 from paceline_cli.local.controllers.deployment import DeploymentController
 from paceline_cli.local.controllers.endpoint_slice import EndpointSliceController
 from paceline_cli.local.controllers.pods import condition, deletion_rank, is_active, is_ready
@@ -23,6 +24,7 @@ class World:
         self.seconds = 0
         self.store = ObjectStore(now=self.now, new_uid=lambda: f"uid-{next(ids)}", monotonic=time.monotonic)
         self.deployments = DeploymentController(self.store, now=self.now, new_suffix=lambda: f"{next(ids):05d}")
+        self.daemon_sets = DaemonSetController(self.store, new_suffix=lambda: f"{next(ids):05d}")
         self.scheduler = Scheduler(self.store, "laptop", now=self.now)
         self.slices = EndpointSliceController(self.store)
 
@@ -44,7 +46,7 @@ class World:
         """Runs the controllers until they write nothing."""
         for _ in range(50):
             before = self.store.writes.total()
-            for controller in (self.deployments, self.scheduler, self.slices):
+            for controller in (self.deployments, self.daemon_sets, self.scheduler, self.slices):
                 controller.reconcile()
             if self.store.writes.total() == before:
                 return
@@ -325,3 +327,59 @@ def test_not_ready_pods_are_published_where_the_service_asks_for_it(world: World
     pod_on_port(world, "a", 20001, ready=False)
     world.settle()
     assert slice_view(world) == [([20001], [("a", True, False, False)])]
+
+
+def daemon_set(world: World, image: str = "v1") -> dict[str, Any]:
+    template = {"metadata": {"labels": {"app": "kv"}}, "spec": {"containers": [{"name": "c", "image": image}]}}
+    manifest = {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": "kv", "namespace": "ns"},
+        "spec": {"selector": {"matchLabels": {"app": "kv"}}, "template": template},
+    }
+    return world.store.apply(manifest, field_manager="test")
+
+
+def daemon_set_status(world: World) -> tuple[int, int, int]:
+    found = world.store.get(DAEMON_SET, "ns", "kv")
+    assert found is not None
+    status = found["status"]
+    assert status["observedGeneration"] == found["metadata"]["generation"]
+    return status["desiredNumberScheduled"], status["updatedNumberScheduled"], status["numberReady"]
+
+
+def test_a_daemon_set_has_one_pod_on_the_one_node_and_says_when_it_is_ready(world):
+    daemon_set(world)
+    world.settle()
+    (pod,) = world.pods()
+    assert pod["spec"]["nodeName"] == "laptop"
+    assert daemon_set_status(world) == (1, 1, 0)
+    world.set_ready(pod)
+    world.settle()
+    assert daemon_set_status(world) == (1, 1, 1)
+
+
+def test_a_changed_daemon_set_ends_the_old_pod_before_the_new_one_comes(world):
+    daemon_set(world)
+    world.settle()
+    world.set_ready(world.pods()[0])
+    daemon_set(world, "v2")
+    world.settle()
+    assert world.pods() == []
+    assert daemon_set_status(world) == (1, 0, 0)
+    world.end_deleted()
+    world.settle()
+    assert len(world.pods("v2")) == 1
+    world.set_ready(world.pods()[0])
+    world.settle()
+    assert daemon_set_status(world) == (1, 1, 1)
+
+
+def test_a_deleted_daemon_set_takes_its_pod_along(world):
+    daemon_set(world)
+    world.settle()
+    assert world.store.delete(DAEMON_SET, "ns", "kv")
+    world.settle()
+    world.end_deleted()
+    world.settle()
+    assert world.store.list(POD, "ns").items == []

@@ -1,5 +1,8 @@
 """Host isolation: ports, paths and rights on a laptop; volume files on disk."""
 
+import asyncio
+import json
+import os
 import socket
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 
 from paceline_cli.node.base import Command, Mount
 from paceline_cli.node.host import HostIsolation, port_is_free, report_ports, rewrite
+from paceline_cli.node.kept import KeptFolders
 from paceline_cli.node.logs import LogFile, tail
 from paceline_cli.node.pod import Container, Pod, PodRefused, Port, Volume, VolumeMount
 from paceline_cli.node.volumes import File, write_files
@@ -88,6 +92,70 @@ def test_a_stand_in_directory_replaces_the_empty_dir_at_its_mount_path(tmp_path:
     environment = HostIsolation(stand_ins={"/var/cache/paceline": tmp_path}).reserve(subject)
     assert environment.volume_path(subject, "cache") == tmp_path
     assert environment.volume_path(subject, "tmp") is None
+
+
+DISK = (Volume("disk", "emptyDir"), Volume("tmp", "emptyDir"))
+
+
+def test_a_kept_folder_is_one_pods_at_a_time_and_the_next_pod_has_what_is_in_it(tmp_path: Path) -> None:
+    host = HostIsolation(kept=KeptFolders(tmp_path, frozenset({"disk"})))
+    old, new = pod("a", volumes=DISK), pod("b", volumes=DISK)
+    first = host.reserve(old).volume_path(old, "disk")
+    assert first is not None
+    (first / "chunk").write_text("kv")
+    second = host.reserve(new).volume_path(new, "disk")
+    # A rollout's new pod lives beside the old one.
+    assert second not in (None, first)
+    assert host.reserve(old).volume_path(old, "tmp") is None
+    asyncio.run(host.teardown(old))
+    third = pod("c", volumes=DISK)
+    assert host.reserve(third).volume_path(third, "disk") == first
+    assert (first / "chunk").read_text() == "kv"
+    for one in (new, third):
+        asyncio.run(host.teardown(one))
+
+
+def test_the_folder_that_was_used_last_is_taken_first_and_never_another_runs(tmp_path: Path) -> None:
+    one, other = (HostIsolation(kept=KeptFolders(tmp_path, frozenset({"disk"}))) for _ in range(2))
+    pods = [pod(name, volumes=DISK) for name in "abc"]
+    first = one.reserve(pods[0]).volume_path(pods[0], "disk")
+    second = other.reserve(pods[1]).volume_path(pods[1], "disk")
+    assert first != second
+    asyncio.run(one.teardown(pods[0]))
+    asyncio.run(other.teardown(pods[1]))
+    os.utime(f"{first}.lock", (1, 1))
+    assert one.reserve(pods[2]).volume_path(pods[2], "disk") == second
+    asyncio.run(one.teardown(pods[2]))
+
+
+def test_settings_in_a_config_map_name_what_is_here(tmp_path: Path) -> None:
+    host = HostIsolation()
+    environment = host.reserve(pod("a"))
+    mounts = (Mount(tmp_path, "/var/lib/paceline/kv", False),)
+    settings = {
+        "disk": {"path": "/var/lib/paceline/kv/store"},
+        "node": {"address": "tcp://shared-kv.ns.svc:7460"},
+        "n": 1,
+    }
+    here = json.loads(environment.config("kv-store.json", json.dumps(settings).encode(), mounts))
+    assert (here["disk"], here["n"]) == ({"path": f"{tmp_path}/store"}, 1)
+    server = Container("s", ("x",), ports=(Port("kv", 7460), Port("admin", 7461)))
+    kv_pod = Pod("ns", "p", "kv", {}, {}, "n", "shared-kv", (server,))
+    port = host.reserve(kv_pod).port(7460)
+    assert here["node"] == {"address": f"tcp://127.0.0.1:{port}"}
+    asyncio.run(host.teardown(kv_pod))
+    # The next pod of the server is where engines look for it.
+    assert host.reserve(Pod("ns", "q", "kv2", {}, {}, "n", "shared-kv", (server,))).port(7460) == port
+    assert environment.config("template.jinja", b"/var/lib/paceline/kv", mounts) == b"/var/lib/paceline/kv"
+    assert environment.config("broken.json", b"{", mounts) == b"{"
+
+
+def test_a_node_server_waits_for_its_port_while_another_has_it() -> None:
+    host = HostIsolation()
+    server = Container("s", ("x",), ports=(Port("kv", 7460),))
+    port = int(host.reachable("tcp://shared-kv.ns.svc:7460").rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match=f"port {port} is still taken"):
+        host.reserve(Pod("ns", "p", "kv", {}, {}, "n", "shared-kv", (server,)))
 
 
 def test_the_reported_pod_names_the_real_ports() -> None:

@@ -64,6 +64,22 @@ def test_a_pod_as_the_api_server_defaults_it_is_understood() -> None:
     assert main.log_tail_on_error
 
 
+def test_a_claim_of_the_pods_own_is_a_folder_with_its_size_as_limit() -> None:
+    manifest = copy.deepcopy(POD)
+    spec = {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "volumeMode": "Filesystem",
+        "resources": {"requests": {"storage": "1Gi"}},
+    }
+    manifest["spec"]["volumes"].append({"name": "kv", "ephemeral": {"volumeClaimTemplate": {"spec": spec}}})
+    volume = parse_pod(manifest).volumes[-1]
+    assert (volume.name, volume.kind, volume.size_limit) == ("kv", "emptyDir", "1Gi")
+    spec["volumeMode"] = "Block"
+    with pytest.raises(PodRefused, match=r"ephemeral\.volumeClaimTemplate\.spec\.volumeMode"):
+        parse_pod(manifest)
+
+
 @pytest.mark.parametrize(
     ("where", "value", "path"),
     [

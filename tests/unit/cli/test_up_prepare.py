@@ -239,3 +239,23 @@ def test_missing_packages_and_programs_say_what_to_install(tmp_path: Path, monke
         "the engine's packages are missing (torch): pip install 'paceline[engine]'"
     ]
     assert len(prerequisites.missing_programs(tmp_path)) == 2
+
+
+STORE = """\
+apiVersion: paceline.dev/v1alpha1
+kind: KVStore
+metadata: {name: shared}
+spec:
+  mode: node
+  memory: {capacity: 1Gi}
+  s3: {bucket: fleet-kv}
+"""
+
+
+def test_what_a_store_needs_and_is_not_here_is_named_at_the_store(tmp_path, monkeypatch) -> None:
+    _, typed = objects_of(tmp_path, f"{SERVICE}---\n{STORE}")
+    assert prerequisites.missing_for_stores(typed, Path(sys.executable).parent) == []
+    monkeypatch.setattr(prerequisites.importlib.util, "find_spec", lambda name: None if name == "boto3" else object())
+    packages, program = prerequisites.missing_for_stores(typed, tmp_path)
+    assert "spec: it needs packages that are missing (boto3): pip install 'paceline[s3]'" in packages
+    assert f"spec.mode: paceline-kvstore is not in {tmp_path}" in program

@@ -129,6 +129,32 @@ def test_references_that_the_files_lack_are_warnings(write, capsys) -> None:
     }
 
 
+STORE = """\
+apiVersion: paceline.dev/v1alpha1
+kind: KVStore
+metadata: {name: shared}
+spec:
+  disk: {capacity: 10Gi}
+  encryption:
+    keySecretRef: {name: keys}
+"""
+
+
+def test_what_a_store_names_is_looked_for_in_the_files(write, capsys) -> None:
+    code, err, _ = check(capsys, write(STORE))
+    assert code == 0
+    assert "a.yaml:7: spec.encryption.keySecretRef.name: Secret 'keys' is not in these files" in err[0]
+    _, err, _ = check(capsys, write(STORE + "---\n" + SECRET))
+    assert "spec.encryption.keySecretRef.key: Secret 'keys' at a.yaml:9 has no key 'keys'" in err[0]
+
+
+def test_a_claim_that_is_smaller_than_its_tier_is_a_problem_with_its_line(write, capsys) -> None:
+    claim = "{capacity: 10Gi, volumeClaimTemplate: {spec: {resources: {requests: {storage: 1Gi}}}}}"
+    code, err, _ = check(capsys, write(STORE.replace("{capacity: 10Gi}", claim)))
+    assert code == 2
+    assert "a.yaml:5: spec.disk.volumeClaimTemplate.spec.resources.requests.storage: 1Gi is less than" in err[0]
+
+
 def test_two_services_under_one_model_name_are_a_warning(write, capsys) -> None:
     other = SERVICE.replace("name: chat", "name: talk").replace("model:", "model:\n    servedName: chat")
     code, err, _ = check(capsys, write(SERVICE + "---\n" + other))

@@ -81,7 +81,7 @@ nodes = st.fixed_dictionaries(
 def whole(spec: dict) -> dict:
     """The spec with what the API demands and without what it refuses."""
     on_nodes = spec.get("mode") in ("node", "both")
-    if on_nodes or not {"memory", "disk", "s3"} & set(spec):
+    if spec.get("mode") == "both" or not {"memory", "disk", "s3"} & set(spec):
         spec = {"memory": {"capacity": "1Gi"}} | spec
     refused = set() if on_nodes else {"node"}
     refused |= set() if {"disk", "s3"} & set(spec) else {"encryption"}

@@ -53,7 +53,9 @@ def run(files: Sequence[str], options: Options) -> int:
     """Returns the exit code; raises BadInput with every line that says what to mend."""
     verdict = load_valid(_files(files))
     namespace, manifests = local_objects(verdict.objects, verdict.typed)
-    missing = prerequisites.missing_packages() + prerequisites.missing_programs(Path(sys.executable).parent)
+    programs = Path(sys.executable).parent
+    missing = prerequisites.missing_packages() + prerequisites.missing_programs(programs)
+    missing += prerequisites.missing_for_stores(verdict.typed, programs)
     # Models are read by packages that may be missing.
     missing = missing or prerequisites.missing_models(verdict.typed)
     if missing:

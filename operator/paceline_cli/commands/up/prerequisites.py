@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from paceline_api.v1alpha1 import InferenceService, Resource
+from paceline_api.v1alpha1 import InferenceService, KVStore, KVStoreSpec, Resource
 from paceline_cli.inputs import SourceObject
 
 _EXTRAS = {
@@ -17,6 +17,13 @@ _EXTRAS = {
 }
 """Extra -> modules by which its absence is noticed."""
 _PROGRAMS = ("paceline-engine", "paceline-router")
+_SERVER = "paceline-kvstore"
+_STORE_EXTRAS: dict[str, tuple[Callable[[KVStoreSpec], bool], tuple[str, ...]]] = {
+    "s3": (lambda spec: spec.s3 is not None, ("boto3",)),
+    "encryption": (lambda spec: spec.encryption is not None, ("cryptography",)),
+    "kvserver": (lambda spec: spec.on_nodes, ("prometheus_client", "typer", "numpy", "xxhash")),
+}
+"""Extra -> whether a KVStore needs it, and modules by which its absence is noticed."""
 
 
 def missing_packages() -> list[str]:
@@ -26,6 +33,22 @@ def missing_packages() -> list[str]:
         absent = [name for name in modules if importlib.util.find_spec(name) is None]
         if absent:
             lines.append(f"the {extra}'s packages are missing ({', '.join(absent)}): pip install 'paceline[{extra}]'")
+    return lines
+
+
+def missing_for_stores(typed: Iterable[tuple[SourceObject, Resource]], bin_dir: Path) -> list[str]:
+    """One line, with the object's place, for each package and program that a KVStore needs and that is not here."""
+    lines: list[str] = []
+    for item, resource in typed:
+        if not isinstance(resource, KVStore):
+            continue
+        for extra, (needs, modules) in _STORE_EXTRAS.items():
+            absent = [name for name in modules if importlib.util.find_spec(name) is None]
+            if absent and needs(resource.spec):
+                why = f"it needs packages that are missing ({', '.join(absent)}): pip install 'paceline[{extra}]'"
+                lines.append(str(item.finding(("spec",), why)))
+        if resource.spec.on_nodes and not (bin_dir / _SERVER).exists():
+            lines.append(str(item.finding(("spec", "mode"), f"{_SERVER} is not in {bin_dir}: install Paceline again")))
     return lines
 
 

@@ -22,7 +22,7 @@ from paceline_api.kube import (
     TENANT,
     Manifest,
 )
-from paceline_api.names import MODEL_CACHE_DIR, PORT_HTTP, router_name
+from paceline_api.names import KV_DISK_VOLUME, MODEL_CACHE_DIR, PORT_HTTP, router_name
 from paceline_api.validation import parse
 from paceline_cli.commands.up.claim import HOST, Claim
 from paceline_cli.commands.up.load_balancer import LoadBalancer
@@ -57,6 +57,7 @@ class Runtime:
                 namespace=namespace,
                 validators=dict.fromkeys(_SHOWN, parse),
                 stand_ins={MODEL_CACHE_DIR: cache_dir(os.environ)},
+                kept_volumes=frozenset({KV_DISK_VOLUME}),
             )
         )
         # Only the first router has the port that the user chose; nobody else's port is known beforehand.

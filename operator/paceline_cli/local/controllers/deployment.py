@@ -38,7 +38,7 @@ class DeploymentController:
         meta, spec, now = deployment["metadata"], deployment["spec"], self._now()
         if meta.get("deletionTimestamp"):
             return None
-        owned = [pod for pod in pods if _owner_uid(pod) == meta["uid"]]
+        owned = [pod for pod in pods if owner_uid(pod) == meta["uid"]]
         digest = template_hash(spec["template"])
         current = [pod for pod in owned if pod["metadata"]["labels"].get(HASH_LABEL) == digest]
         old = [pod for pod in owned if pod["metadata"]["labels"].get(HASH_LABEL) != digest]
@@ -51,16 +51,18 @@ class DeploymentController:
                 self._store.create(pod_from(deployment, digest, self._new_suffix()))
         active = [pod for pod in owned if is_active(pod)]
         status, deadline = deployment_status(deployment, active, [p for p in current if is_active(p)], now)
-        self._store.replace_status({**deployment, "metadata": _address(deployment), "status": status})
+        self._store.replace_status({**deployment, "metadata": address(deployment), "status": status})
         waits = [w for pod in active if (w := available_in(pod, min_ready_s, now))]
         return min((*waits, *([deadline] if deadline is not None else [])), default=None)
 
 
-def _address(deployment: Manifest) -> Manifest:
-    return {key: deployment["metadata"][key] for key in ("namespace", "name", "uid")}
+def address(workload: Manifest) -> Manifest:
+    """What `replace_status` needs to find it."""
+    return {key: workload["metadata"][key] for key in ("namespace", "name", "uid")}
 
 
-def _owner_uid(pod: Manifest) -> str:
+def owner_uid(pod: Manifest) -> str:
+    """Of the workload that controls the pod."""
     refs = pod["metadata"].get("ownerReferences") or []
     return next((ref["uid"] for ref in refs if ref.get("controller")), "")
 
@@ -71,13 +73,13 @@ def template_hash(template: Manifest) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def pod_from(deployment: Manifest, digest: str, suffix: str) -> Manifest:
-    """A Pod of the Deployment's current template."""
-    meta, template = deployment["metadata"], deepcopy(deployment["spec"]["template"])
-    labels = {**(template.get("metadata") or {}).get("labels", {}), HASH_LABEL: digest}
+def pod_from(workload: Manifest, digest: str, suffix: str, hash_label: str = HASH_LABEL) -> Manifest:
+    """A Pod of a workload's current template."""
+    meta, template = workload["metadata"], deepcopy(workload["spec"]["template"])
+    labels = {**(template.get("metadata") or {}).get("labels", {}), hash_label: digest}
     owner = {
-        "apiVersion": deployment["apiVersion"],
-        "kind": deployment["kind"],
+        "apiVersion": workload["apiVersion"],
+        "kind": workload["kind"],
         "name": meta["name"],
         "uid": meta["uid"],
         "controller": True,
