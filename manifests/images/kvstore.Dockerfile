@@ -7,7 +7,7 @@ COPY engine engine
 COPY kvstore kvstore
 COPY crds crds
 RUN python -m venv /opt/paceline \
- && /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt ".[kvserver,s3,encryption]"
+ && /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt ".[kvserver,s3,encryption,compression]"
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/paceline /opt/paceline

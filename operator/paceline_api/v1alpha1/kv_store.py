@@ -70,6 +70,18 @@ class Mode(StrEnum):
     BOTH = "both"
 
 
+class Encoding(StrEnum):
+    NONE = "none"
+    ZSTD = "zstd"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether numbers come back near those that were computed, not equal."""
+        return self in (Encoding.INT8, Encoding.FP8)
+
+
 class ReusePolicy(StrEnum):
     MEASURED = "measured"
     ALWAYS = "always"
@@ -295,6 +307,14 @@ class KVStoreSpec(Part):
             "!has(self.encryption) || has(self.disk) || has(self.s3)",
             "encryption seals what goes to disk and S3; name one of them, or remove encryption",
         ),
+        Cel(
+            "!has(self.encoding) || self.encoding == 'none' || has(self.disk) || has(self.s3)",
+            "encoding is for what goes to disk and S3; name one of them, or remove encoding",
+        ),
+        Cel(
+            f"!has(self.encoding) || !(self.encoding in ['int8', 'fp8']) || !({_ON_NODES})",
+            "engines must know that numbers are near, not equal: int8 and fp8 need mode embedded",
+        ),
     )
 
     memory: MemoryTier | None = Field(default=None, description="Tier in CPU memory.")
@@ -312,6 +332,11 @@ class KVStoreSpec(Part):
         "lifecycle rules say it. Default: no end.",
     )
     encryption: Encryption | None = Field(default=None, description="Encryption of what goes to disk and S3.")
+    encoding: Encoding | None = Field(
+        default=None,
+        description="How disk and S3 keep chunks. zstd: smaller, the same bytes back. int8, fp8: smaller still, with "
+        "numbers near those that were computed, so that texts may differ. All cost time on a core. Default: none.",
+    )
     reuse: Reuse | None = Field(default=None, description="When stored KV is loaded.")
     tenant_quota: Size | None = Field(
         default=None,
@@ -334,6 +359,15 @@ class KVStoreSpec(Part):
             raise _refused(self.cel[2])
         if self.encryption is not None and self.disk is None and self.s3 is None:
             raise _refused(self.cel[3])
+        return self
+
+    @model_validator(mode="after")
+    def _encoding_fits(self) -> Self:
+        encoding = self.encoding or Encoding.NONE
+        if encoding is not Encoding.NONE and self.disk is None and self.s3 is None:
+            raise _refused(self.cel[4])
+        if encoding.is_lossy and self.on_nodes:
+            raise _refused(self.cel[5])
         return self
 
 

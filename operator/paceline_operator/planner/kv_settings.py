@@ -256,6 +256,8 @@ class _Builder:
             keys = Reference("spec.encryption.keySecretRef", SECRET, given.name, (given.key or _KEYS_KEY,))
             self.settings["encryptionKeyFile"] = f"{KV_KEYS_DIR}/{_KEYS_KEY}"
             self._add(keys, _files("kv-store-keys", KV_KEYS_DIR, keys, _KEYS_KEY))
+        if spec.encoding is not None:
+            self.settings["encoding"] = spec.encoding.value
 
     def on_limits(self) -> None:
         spec = self._store.spec

@@ -84,7 +84,9 @@ def whole(spec: dict) -> dict:
     if spec.get("mode") == "both" or not {"memory", "disk", "s3"} & set(spec):
         spec = {"memory": {"capacity": "1Gi"}} | spec
     refused = set() if on_nodes else {"node"}
-    refused |= set() if {"disk", "s3"} & set(spec) else {"encryption"}
+    refused |= set() if {"disk", "s3"} & set(spec) else {"encryption", "encoding"}
+    if on_nodes and spec.get("encoding") in ("int8", "fp8"):
+        spec = {**spec, "encoding": "zstd"}
     return {key: value for key, value in spec.items() if key not in refused}
 
 
@@ -100,6 +102,7 @@ store_specs = st.fixed_dictionaries(
         "encryption": st.just({"keySecretRef": KEYS}),
         "reuse": st.sampled_from([{"policy": "always"}, {"policy": "measured"}, {"policy": "never"}]),
         "tenantQuota": sizes,
+        "encoding": st.sampled_from(["none", "zstd", "int8", "fp8"]),
     },
 ).map(whole)
 
@@ -176,6 +179,7 @@ def test_every_rendered_document_is_one_that_the_store_accepts_with_what_it_name
         assert tiers.node is None
     assert (tiers.disk is not None, tiers.s3 is not None) == ("disk" in spec, "s3" in spec)
     assert (tiers.encryption_key_file is not None) == ("encryption" in spec)
+    assert tiers.encoding == spec.get("encoding", "none")
     assert (tiers.ttl is not None, tiers.default_quota is not None) == ("ttl" in spec, "tenantQuota" in spec)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paceline_api.v1alpha1 import InferenceService, KVStore, KVStoreSpec, Resource
+from paceline_api.v1alpha1.kv_store import Encoding
 from paceline_cli.inputs import SourceObject
 
 _EXTRAS = {
@@ -21,6 +22,7 @@ _SERVER = "paceline-kvstore"
 _STORE_EXTRAS: dict[str, tuple[Callable[[KVStoreSpec], bool], tuple[str, ...]]] = {
     "s3": (lambda spec: spec.s3 is not None, ("boto3",)),
     "encryption": (lambda spec: spec.encryption is not None, ("cryptography",)),
+    "compression": (lambda spec: spec.encoding is Encoding.ZSTD, ("zstandard",)),
     "kvserver": (lambda spec: spec.on_nodes, ("prometheus_client", "typer", "numpy", "xxhash")),
 }
 """Extra -> whether a KVStore needs it, and modules by which its absence is noticed."""
