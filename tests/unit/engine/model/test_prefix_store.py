@@ -49,16 +49,16 @@ class Slow(MemoryTier):
         assert self.go_on.wait(DEADLINE)
         return super().put(key, payload, **more)
 
-    def lease(self, key: ChunkKey) -> Lease | None:
+    def lease(self, key: ChunkKey, **more) -> Lease | None:
         self.is_entered.set()
         assert self.go_on.wait(DEADLINE)
-        return None if key.chain in self.lost else super().lease(key)
+        return None if key.chain in self.lost else super().lease(key, **more)
 
-    def contains(self, keys: Sequence[ChunkKey]) -> int:
+    def contains(self, keys: Sequence[ChunkKey], **more) -> int:
         if self.is_remote:
             self.is_entered.set()
             assert self.go_on.wait(DEADLINE)
-        return super().contains(keys)
+        return super().contains(keys, **more)
 
     def close(self) -> None:
         """The test looks at it afterwards."""
