@@ -1,7 +1,11 @@
-"""Stores on real tiers, and a place whose calls a test can hold up or let fail."""
+"""Stores on real tiers, and a place whose calls a test can hold up or let fail.
+
+Puts this folder on the path, so that the tests can import what they share; test folders are no packages.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +20,8 @@ from paceline_kvstore.tiered.level import Level, LevelOptions
 from paceline_kvstore.tiered.store import TieredStore
 from paceline_kvstore.tiers import DiskOptions, DiskTier, MemoryTier
 from paceline_kvstore.tiers.base import Lease
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 CHUNK = 4096
 SECONDS = 10.0

@@ -4,66 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from store_steps import SECONDS, Keys, Make, Payloads, chain, finish, levels, load, offer, settled, settled_first, wait
 
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.reuse import Prefill, ReuseMode
-from paceline_kvstore.tiered.fetch import Fetch
 from paceline_kvstore.tiered.level import STUCK_S, Level, LevelOptions
-from paceline_kvstore.tiered.lookup import Plan
 from paceline_kvstore.tiered.store import ChunkEvent, TieredStore
-from paceline_kvstore.tiers import MemoryTier
-
-SECONDS = 10.0
-Make = Callable[..., TieredStore]
-Keys = Callable[..., ChunkKey]
-Payloads = Callable[..., bytes]
-
-
-def _chain(key: Keys, count: int, start: int = 0) -> list[ChunkKey]:
-    return [key(number) for number in range(start, start + count)]
-
-
-def _offer(store: TieredStore, keys: list[ChunkKey], payload: Payloads, tenant: str = "") -> list[bool]:
-    return [
-        store.offer(key, payload(key), parent=keys[index - 1] if index else None, tenant=tenant)
-        for index, key in enumerate(keys)
-    ]
-
-
-def _load(store: TieredStore, plan: Plan, payload: Payloads) -> int:
-    """Fetch, check every byte, release; how many chunks came."""
-    # A deadline that no wait here reaches: a load ends because all came, or cannot come.
-    return _finish(store.fetch(plan, 10 * SECONDS), payload)
-
-
-def _finish(fetch: Fetch, payload: Payloads) -> int:
-    assert fetch.wait(SECONDS)
-    count = 0
-    for key, lease in fetch.poll():
-        with lease as view:
-            assert view == payload(key)
-        assert key == fetch.keys[count]
-        count += 1
-    return count
-
-
-def _settled(store: TieredStore) -> None:
-    for level in store.levels:
-        assert level.reads.wait_idle(time.monotonic() + SECONDS)
-    for level in store.levels:
-        assert level.writes.wait_idle(time.monotonic() + SECONDS)
-
-
-def _settled_first(store: TieredStore) -> None:
-    assert store.levels[0].writes.wait_idle(time.monotonic() + SECONDS)
-
-
-def _levels(plan: Plan) -> list[str]:
-    return [chunk.level.name for chunk in plan.chunks]
 
 
 def test_an_offered_chunk_is_found_at_once_though_no_level_has_it_yet(
@@ -72,22 +21,22 @@ def test_an_offered_chunk_is_found_at_once_though_no_level_has_it_yet(
     held.writes.shut()
     store = make_store(other=(held, {"name": "first"}))
     store.levels = (store.levels[1],)
-    keys = _chain(key, 3)
-    assert _offer(store, keys, payload) == [True] * 3
+    keys = chain(key, 3)
+    assert offer(store, keys, payload) == [True] * 3
     lookup = store.lookup(keys)
     assert not lookup.is_pending and len(lookup.plan) == 3
-    assert _load(store, lookup.plan, payload) == 3
+    assert load(store, lookup.plan, payload) == 3
     held.writes.set()
 
 
 def test_only_a_second_offer_reaches_the_disk(make_store: Make, key: Keys, payload: Payloads) -> None:
     store = make_store(disk={})
-    keys = _chain(key, 4)
-    _offer(store, keys, payload)
-    _settled(store)
+    keys = chain(key, 4)
+    offer(store, keys, payload)
+    settled(store)
     assert [level.tier.contains(keys) for level in store.levels] == [4, 0]
-    _offer(store, keys[:2], payload)
-    _settled(store)
+    offer(store, keys[:2], payload)
+    settled(store)
     assert [level.tier.contains(keys) for level in store.levels] == [4, 2]
 
 
@@ -95,27 +44,27 @@ def test_a_use_counts_as_an_offer_below_and_what_memory_forgets_comes_from_disk(
     make_store: Make, key: Keys, payload: Payloads
 ) -> None:
     store = make_store(memory_chunks=8, disk={})
-    keys = _chain(key, 6)
-    _offer(store, keys, payload)
-    _settled(store)
-    assert _load(store, store.lookup(keys).plan, payload) == 6
-    _settled(store)
+    keys = chain(key, 6)
+    offer(store, keys, payload)
+    settled(store)
+    assert load(store, store.lookup(keys).plan, payload) == 6
+    settled(store)
     assert store.levels[1].counts.demoted == 6
     store.levels[0].tier.clear()
     plan = store.lookup(keys).plan
-    assert _levels(plan) == ["disk"] * 6
-    assert _load(store, plan, payload) == 6
+    assert levels(plan) == ["disk"] * 6
+    assert load(store, plan, payload) == 6
 
 
 def test_a_chunk_read_from_disk_comes_from_memory_the_next_time(make_store: Make, key: Keys, payload: Payloads) -> None:
     store = make_store(disk={})
-    keys = _chain(key, 3)
+    keys = chain(key, 3)
     for name in keys:
         assert store.levels[1].tier.put(name, payload(name))
-    assert _levels(store.lookup(keys).plan) == ["disk"] * 3
-    assert _load(store, store.lookup(keys).plan, payload) == 3
-    _settled(store)
-    assert _levels(store.lookup(keys).plan) == ["memory"] * 3
+    assert levels(store.lookup(keys).plan) == ["disk"] * 3
+    assert load(store, store.lookup(keys).plan, payload) == 3
+    settled(store)
+    assert levels(store.lookup(keys).plan) == ["memory"] * 3
     assert store.levels[0].counts.promoted == 3
 
 
@@ -124,37 +73,28 @@ def test_a_lookup_does_not_wait_for_a_level_that_must_be_asked(
 ) -> None:
     held.lookups.shut()
     store = make_store(other=(held, {"is_indexed": False}))
-    keys = _chain(key, 5)
-    _offer(store, keys[:2], payload)
+    keys = chain(key, 5)
+    offer(store, keys[:2], payload)
     for name in keys[1:4]:
         super(type(held), held).put(name, payload(name))
     lookup = store.lookup(keys)
-    assert lookup.is_pending and _levels(lookup.plan) == ["memory"] * 2
+    assert lookup.is_pending and levels(lookup.plan) == ["memory"] * 2
     held.lookups.set()
     assert lookup.wait(SECONDS)
-    assert _levels(lookup.plan) == ["memory", "memory", "other", "other"]
-    assert _load(store, lookup.plan, payload) == 4
-
-
-def _wait(is_so: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(1000):
-        if is_so():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came about")
+    assert levels(lookup.plan) == ["memory", "memory", "other", "other"]
+    assert load(store, lookup.plan, payload) == 4
 
 
 def test_a_prompt_that_nobody_has_is_a_miss_at_once_where_all_levels_have_an_index(make_store: Make, key: Keys) -> None:
-    lookup = make_store(disk={}).lookup(_chain(key, 5))
+    lookup = make_store(disk={}).lookup(chain(key, 5))
     assert not lookup.is_pending and len(lookup.plan) == 0
 
 
 def test_the_late_tail_is_dropped_at_the_deadline(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
     now = [100.0]
     store = make_store(other=(held, {"readers": 1}), clock=lambda: now[0])
-    keys = _chain(key, 4)
-    _offer(store, keys[:2], payload)
+    keys = chain(key, 4)
+    offer(store, keys[:2], payload)
     for name in keys[2:]:
         super(type(held), held).put(name, payload(name))
     plan = store.lookup(keys).plan
@@ -166,9 +106,9 @@ def test_the_late_tail_is_dropped_at_the_deadline(make_store: Make, held: Any, k
     assert not fetch.is_done
     now[0] = 105.001
     assert fetch.is_done and fetch.num_leading == 2
-    assert _finish(fetch, payload) == 2
+    assert finish(fetch, payload) == 2
     held.reads.set()
-    _wait(lambda: store.levels[1].reads.num_jobs == 0)
+    wait(lambda: store.levels[1].reads.num_jobs == 0)
     assert store.levels[1].counts.late == 1
     assert store.leases.num == store.leases.num_bytes == 0
 
@@ -179,7 +119,7 @@ def test_a_level_whose_reads_hang_is_passed_by_until_one_returns(
 ) -> None:
     now = [100.0]
     store = make_store(other=(held, {"readers": 1, "is_indexed": is_indexed}), clock=lambda: now[0])
-    keys = _chain(key, 2)
+    keys = chain(key, 2)
     for name in keys:
         held.put(name, payload(name))
 
@@ -199,7 +139,7 @@ def test_a_level_whose_reads_hang_is_passed_by_until_one_returns(
     assert fetch.is_done and fetch.num_leading == 0
     assert [found() for _ in range(3)] == [0, 0, 0], "nobody else waits for it"
     held.reads.set()
-    _settled(store)
+    settled(store)
     assert found() == 2, "it is back by itself"
     assert store.leases.num == 0
 
@@ -208,37 +148,37 @@ def test_chunks_after_a_missing_one_are_not_handed_over(
     make_store: Make, held: Any, key: Keys, payload: Payloads
 ) -> None:
     store = make_store(other=(held, {}))
-    keys = _chain(key, 5)
+    keys = chain(key, 5)
     for name in keys:
         held.put(name, payload(name))
     plan = store.lookup(keys).plan
     held.delete(keys[2])
-    assert _load(store, plan, payload) == 2
-    _wait(lambda: store.leases.num == 0)
+    assert load(store, plan, payload) == 2
+    wait(lambda: store.leases.num == 0)
     assert len(store.lookup(keys).plan) == 2
 
 
 def test_reads_do_not_wait_behind_writes(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
     store = make_store(other=(held, {"writers": 1, "readers": 1}))
-    keys = _chain(key, 2)
+    keys = chain(key, 2)
     for name in keys:
         held.put(name, payload(name))
     held.writes.shut()
-    _offer(store, _chain(key, 20, start=50), payload)
-    assert _load(store, store.lookup(keys).plan, payload) == 2
+    offer(store, chain(key, 20, start=50), payload)
+    assert load(store, store.lookup(keys).plan, payload) == 2
     assert store.levels[1].writes.num_jobs == 20
 
 
 def test_a_full_queue_drops_the_newest_and_counts_it(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
-    keys = _chain(key, 10)
+    keys = chain(key, 10)
     size = len(payload(keys[0]))
     store = make_store(memory_chunks=0, other=(held, {"write_bytes": 3 * size, "writers": 1}))
     held.writes.shut()
-    _offer(store, keys, payload)
+    offer(store, keys, payload)
     assert store.levels[1].counts.dropped == 7
     assert store.levels[1].writes.num_bytes == 3 * size
     held.writes.set()
-    _settled(store)
+    settled(store)
     assert set(held.keys()) == set(keys[:3])
     assert len(store.writes) == 0
 
@@ -249,11 +189,11 @@ def test_an_offer_in_two_halves_is_copied_only_for_who_wants_it(make_store: Make
     takers = store.takers(name, len(content))
     assert [level.name for level in takers or ()] == ["memory"]
     assert store.take(takers or (), name, content)
-    _settled(store)
+    settled(store)
     takers = store.takers(name, len(content))
     assert [level.name for level in takers or ()] == ["disk"]
     assert store.take(takers or (), name, content)
-    _settled(store)
+    settled(store)
     assert store.takers(name, len(content)) == ()
     assert not store.take((), name, content)
     # What is cleared between the halves isn't written.
@@ -267,17 +207,17 @@ def test_an_offer_that_only_a_full_queue_keeps_out_can_be_made_again(
 ) -> None:
     size = len(payload(key(1)))
     store = make_store(memory_chunks=8, other=(held, {"write_bytes": size, "writers": 1, "needs_second_offer": True}))
-    _offer(store, [key(1)], payload)
-    _settled(store)
+    offer(store, [key(1)], payload)
+    settled(store)
     held.writes.shut()
-    _offer(store, [key(2)] * 2, payload)
-    _settled_first(store)
-    _offer(store, [key(1)] * 3, payload)
+    offer(store, [key(2)] * 2, payload)
+    settled_first(store)
+    offer(store, [key(1)] * 3, payload)
     assert store.levels[1].counts.dropped == 3
     held.writes.set()
-    _settled(store)
-    _offer(store, [key(1)], payload)
-    _settled(store)
+    settled(store)
+    offer(store, [key(1)], payload)
+    settled(store)
     assert set(held.keys()) == {key(1), key(2)}
 
 
@@ -286,7 +226,7 @@ def test_a_first_level_without_room_says_so(make_store: Make, held: Any, key: Ke
     only = TieredStore([Level(held, LevelOptions(name="only", write_bytes=2 * size, writers=1))])
     held.writes.shut()
     assert only.takers(key(1), size, promised=2 * size) is None
-    assert _offer(only, _chain(key, 2), payload) == [True, True]
+    assert offer(only, chain(key, 2), payload) == [True, True]
     assert only.takers(key(5), size) is None
     assert only.takers(key(1), size) == ()
     assert not only.levels[0].writes.wait_room(size, time.monotonic())
@@ -300,9 +240,9 @@ def test_who_waits_hears_of_answers_and_of_chunks_and_where_they_came_from(
     make_store: Make, held: Any, key: Keys, payload: Payloads
 ) -> None:
     store = make_store(other=(held, {"is_indexed": False}))
-    keys, news = _chain(key, 3), threading.Semaphore(0)
-    _offer(store, keys[:1], payload)
-    _settled(store)
+    keys, news = chain(key, 3), threading.Semaphore(0)
+    offer(store, keys[:1], payload)
+    settled(store)
     for name in keys[1:]:
         held.put(name, payload(name))
     held.lookups.shut()
@@ -315,22 +255,22 @@ def test_who_waits_hears_of_answers_and_of_chunks_and_where_they_came_from(
     for _ in keys:
         assert news.acquire(timeout=SECONDS)
     assert fetch.sources == ("memory", "other", "other")
-    assert _finish(fetch, payload) == 3
+    assert finish(fetch, payload) == 3
 
 
 def test_a_broken_level_is_a_miss_and_the_others_go_on(
     make_store: Make, held: Any, key: Keys, payload: Payloads
 ) -> None:
     store = make_store(other=(held, {"is_indexed": False, "is_durable": True}))
-    keys = _chain(key, 4)
-    _offer(store, keys, payload)
-    _settled(store)
+    keys = chain(key, 4)
+    offer(store, keys, payload)
+    settled(store)
     store.levels[0].tier.delete(keys[3])
     held.is_broken = True
     lookup = store.lookup(keys)
     assert lookup.wait(SECONDS)
     assert len(lookup.plan) == 3
-    assert _load(store, lookup.plan, payload) == 3
+    assert load(store, lookup.plan, payload) == 3
     assert store.levels[1].counts.errors > 0
     assert not store.drain(SECONDS)
     store.check_integrity()
@@ -343,30 +283,30 @@ def test_a_read_that_fails_after_the_lookup_is_a_miss(
     held.put(key(1), payload(key(1)))
     plan = store.lookup([key(1)]).plan
     held.is_broken = True
-    assert _load(store, plan, payload) == 0
+    assert load(store, plan, payload) == 0
 
 
 def test_a_chunk_that_left_a_level_since_the_lookup_comes_from_the_next(
     make_store: Make, held: Any, key: Keys, payload: Payloads
 ) -> None:
     store = make_store(disk={}, other=(held, {}))
-    keys = _chain(key, 2)
+    keys = chain(key, 2)
     for level in store.levels[1:]:
         for name in keys:
             assert level.tier.put(name, payload(name))
     store.levels[0].tier.put(keys[0], payload(keys[0]))
     plan = store.lookup(keys).plan
-    assert _levels(plan) == ["memory", "disk"]
+    assert levels(plan) == ["memory", "disk"]
     store.levels[0].tier.clear()
     store.levels[1].tier.delete(keys[1])
-    assert _load(store, plan, payload) == 2
+    assert load(store, plan, payload) == 2
     assert [level.counts.hits for level in store.levels] == [0, 1, 1]
 
 
 def test_a_chunk_that_is_there_needs_no_queue(make_store: Make, key: Keys, payload: Payloads) -> None:
     store = make_store()
     assert store.offer(key(1), payload(key(1)))
-    _settled(store)
+    settled(store)
     assert store.offer(key(1), payload(key(1)))
     assert store.levels[0].counts.writes == 1
 
@@ -377,21 +317,21 @@ def test_a_level_without_an_index_gets_a_chunk_once_and_again_when_it_lost_it(
     store = make_store(memory_chunks=0, other=(held, {"is_indexed": False}))
     for _ in range(3):
         store.offer(key(1), payload(key(1)))
-        _settled(store)
+        settled(store)
     assert store.levels[1].counts.writes == 1
     lookup = store.lookup([key(1)])
     assert lookup.wait(SECONDS)
     held.delete(key(1))
-    assert _load(store, lookup.plan, payload) == 0
+    assert load(store, lookup.plan, payload) == 0
     store.offer(key(1), payload(key(1)))
-    _settled(store)
+    settled(store)
     assert store.levels[1].counts.writes == 2
 
 
 def test_cancelled_loads_give_all_leases_back(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
     store = make_store(other=(held, {"readers": 2}))
-    keys = _chain(key, 6)
-    _offer(store, keys[:3], payload)
+    keys = chain(key, 6)
+    offer(store, keys[:3], payload)
     for name in keys[3:]:
         super(type(held), held).put(name, payload(name))
     held.reads.shut()
@@ -406,217 +346,45 @@ def test_cancelled_loads_give_all_leases_back(make_store: Make, held: Any, key: 
         lease.release()
         lease.release()
     held.reads.set()
-    _wait(lambda: store.levels[1].reads.num_jobs == 0)
+    wait(lambda: store.levels[1].reads.num_jobs == 0)
     assert store.leases.num == store.leases.num_bytes == 0
-    _settled(store)
+    settled(store)
     assert store.levels[0].tier.num_leased == 0  # type: ignore[attr-defined]
 
 
 def test_a_lease_that_is_dropped_without_release_comes_back(make_store: Make, key: Keys, payload: Payloads) -> None:
     store = make_store()
-    _offer(store, [key(1)], payload)
+    offer(store, [key(1)], payload)
     leases = [lease for _, lease in store.fetch(store.lookup([key(1)]).plan).poll()]
     assert store.leases.num == 1
     leases.clear()
     assert store.leases.num == 0
 
 
-def test_pinned_chunks_outlive_pressure_until_their_pin_ends(make_store: Make, key: Keys, payload: Payloads) -> None:
-    now = [0.0]
-    store = make_store(memory_chunks=8, clock=lambda: now[0])
-    keys = _chain(key, 4)
-    _offer(store, keys, payload)
-    _settled(store)
-    assert store.pin("first", keys, 60.0) and store.pin("second", keys[:1], 60.0)
-    _offer(store, _chain(key, 40, start=100), payload)
-    _settled(store)
-    assert len(store.lookup(keys).plan) == 4
-    assert store.unpin("first") and not store.unpin("first")
-    _offer(store, _chain(key, 40, start=200), payload)
-    _settled(store)
-    assert len(store.lookup(keys).plan) == 1
-    now[0] = 60.0
-    store.lookup(())
-    _offer(store, _chain(key, 40, start=300), payload)
-    _settled(store)
-    assert len(store.lookup(keys).plan) == 0
-    assert store.levels[0].tier.num_leased == 0  # type: ignore[attr-defined]
-
-
-def test_a_pin_holds_what_is_still_on_its_way(make_store: Make, key: Keys, payload: Payloads) -> None:
-    store = make_store(memory_chunks=8)
-    keys = _chain(key, 3)
-    assert store.pin("transfer", keys, 60.0) == 3
-    _offer(store, keys, payload)
-    _offer(store, _chain(key, 40, start=100), payload)
-    _settled(store)
-    assert len(store.lookup(keys).plan) == 3
-    assert store.delete(keys[0]) and not store.pins.is_held(keys[0], store.clock()), "gone for good"
-
-
-def test_a_tenants_quota_takes_no_pinned_chunk(make_store: Make, key: Keys, payload: Payloads) -> None:
-    size = len(payload(key(0)))
-    store = make_store(memory={"quotas": {"acme": 4 * size}})
-    keys = _chain(key, 2)
-    _offer(store, keys, payload, tenant="acme")
-    assert store.pin("transfer", keys, 60.0) == 2
-    _offer(store, _chain(key, 20, start=100), payload, tenant="acme")
-    _settled(store)
-    assert len(store.lookup(keys).plan) == 2
-
-
-class _Elsewhere(MemoryTier):
-    """A tier that holds chunks for others, and takes note of what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.told: dict[str, tuple[tuple[ChunkKey, ...], float] | None] = {}
-        self.gate = threading.Event()
-
-    def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
-        self.gate.wait(SECONDS)
-        self.told[holder] = tuple(keys), seconds
-        return len(keys)
-
-    def extend(self, holder: str, seconds: float) -> bool:
-        raise AssertionError("a pin as a whole says the same")
-
-    def unpin(self, holder: str) -> bool:
-        self.gate.wait(SECONDS)
-        self.told[holder] = None
-        return True
-
-
-def test_a_tier_elsewhere_hears_of_pins_behind_the_callers_back(make_store: Make, key: Keys) -> None:
-    place = _Elsewhere()
-    store = make_store(other=(place, {"is_indexed": False}))
-    keys = _chain(key, 3)
-    assert store.pin("kept", keys, 60.0) == 3
-    assert store.extend("kept", 90.0)
-    store.pin("ended", keys, 60.0), store.unpin("ended")
-    assert place.told == {}, "nobody waited for it"
-    place.gate.set()
-    _settled(store)
-    assert place.told["ended"] is None
-    told = place.told["kept"]
-    assert told is not None and told[0] == tuple(keys) and 60 < told[1] <= 90
-
-
-def test_pins_hold_on_disk(make_store: Make, key: Keys, payload: Payloads) -> None:
-    store = make_store(memory_chunks=0, disk={"capacity": 256 << 10, "needs_second_offer": False})
-    keys = _chain(key, 4)
-    _offer(store, keys, payload)
-    _settled(store)
-    assert store.pin("me", keys, 60.0)
-    for start in (100, 200):
-        _offer(store, _chain(key, 50, start=start), payload)
-        _settled(store)
-    assert store.levels[1].tier.stats.evictions > 0
-    assert _load(store, store.lookup(keys).plan, payload) == 4
-
-
 def test_a_drained_store_has_all_of_it_on_disk_after_a_restart(make_store: Make, key: Keys, payload: Payloads) -> None:
     store = make_store(disk={})
-    keys = _chain(key, 12)
-    _offer(store, keys, payload)
+    keys = chain(key, 12)
+    offer(store, keys, payload)
     assert store.drain(SECONDS)
     assert not store.offer(key(99), payload(key(99)))
     assert store.close(SECONDS)
     again = make_store(disk={})
     plan = again.lookup(keys).plan
-    assert _levels(plan) == ["disk"] * 12
-    assert _load(again, plan, payload) == 12
+    assert levels(plan) == ["disk"] * 12
+    assert load(again, plan, payload) == 12
 
 
 def test_flush_says_whether_all_became_durable_in_time(
     make_store: Make, held: Any, key: Keys, payload: Payloads
 ) -> None:
     store = make_store(other=(held, {}), disk={"needs_second_offer": False})
-    _offer(store, _chain(key, 3), payload)
+    offer(store, chain(key, 3), payload)
     assert store.flush(SECONDS)
     held.writes.shut()
-    _offer(store, _chain(key, 3, start=10), payload)
+    offer(store, chain(key, 3, start=10), payload)
     assert not store.flush(0.05)
     held.writes.set()
     assert store.flush(SECONDS)
-
-
-def test_what_is_read_while_its_tenant_is_purged_does_not_come_back(
-    make_store: Make, held: Any, key: Keys, payload: Payloads
-) -> None:
-    store = make_store(other=(held, {}))
-    held.put(key(1), payload(key(1)), tenant="acme")
-    plan = store.lookup([key(1)]).plan
-    held.reads.shut()
-    fetch = store.fetch(plan, SECONDS, tenant="acme")
-    held.reads.wait_entered()
-    assert store.clear(tenant="acme") == 1
-    held.reads.set()
-    fetch.wait(SECONDS)
-    _wait(lambda: store.levels[1].reads.num_jobs == 0)
-    _settled(store)
-    assert len(store.lookup([key(1)]).plan) == 0
-    assert not store.levels[0].has(key(1))
-
-
-def test_a_purge_takes_back_what_is_on_its_way(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
-    store = make_store(memory_chunks=0, other=(held, {"writers": 1}))
-    held.writes.shut()
-    mine, others = _chain(key, 3), _chain(key, 3, start=10)
-    _offer(store, others[:1], payload, tenant="other")
-    held.writes.wait_entered()
-    _offer(store, mine, payload, tenant="acme")
-    _offer(store, others[1:], payload, tenant="other")
-    store.clear(tenant="acme")
-    held.writes.set()
-    _settled(store)
-    assert set(held.keys()) == set(others)
-    assert len(store.writes) == 0
-
-
-def test_a_purge_waits_for_what_a_level_is_taking(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
-    store = make_store(memory_chunks=0, other=(held, {}))
-    held.writes.shut()
-    _offer(store, [key(1)], payload, tenant="acme")
-    held.writes.wait_entered()
-    later = threading.Timer(0.05, held.writes.set)
-    later.start()
-    store.clear(tenant="acme")
-    later.join()
-    _settled(store)
-    assert not store.levels[1].has(key(1))
-
-
-def test_chunks_live_no_longer_than_they_may(make_store: Make, key: Keys, payload: Payloads) -> None:
-    now = [0.0]
-    store = make_store(memory={"ttl_s": 60.0}, clock=lambda: now[0])
-    _offer(store, [key(1)], payload)
-    _settled(store)
-    now[0] = 30.0
-    _offer(store, [key(2)], payload)
-    _settled(store)
-    now[0] = 59.9
-    assert [len(store.lookup([key(number)]).plan) for number in (1, 2)] == [1, 1]
-    now[0] = 60.0
-    assert [len(store.lookup([key(number)]).plan) for number in (1, 2)] == [0, 1]
-    assert store.levels[0].counts.expired == 1
-    now[0] = 90.0
-    store.offer(key(3), payload(key(3)))
-    assert not store.levels[0].has(key(2))
-
-
-def test_a_tenant_over_its_quota_loses_only_its_own(make_store: Make, key: Keys, payload: Payloads) -> None:
-    size = len(payload(key(0)))
-    store = make_store(memory={"quotas": {"acme": 3 * size}})
-    others = _chain(key, 5)
-    _offer(store, others, payload, tenant="other")
-    for start in (100, 200, 300):
-        _offer(store, _chain(key, 3, start=start), payload, tenant="acme")
-        _settled(store)
-        store.check_integrity()
-    assert len(store.lookup(others).plan) == 5
-    assert len(list(store.keys())) == 8
-    assert store.levels[0].tenants.used("acme") == 3 * size
 
 
 def test_events_add_up_to_what_each_level_holds(make_store: Make, key: Keys, payload: Payloads) -> None:
@@ -628,10 +396,10 @@ def test_events_add_up_to_what_each_level_holds(make_store: Make, key: Keys, pay
 
     store = make_store(memory_chunks=6, disk={"capacity": 256 << 10}, on_event=note)
     for start in range(0, 120, 30):
-        keys = _chain(key, 30, start=start)
-        _offer(store, keys, payload)
-        _offer(store, keys, payload)
-        _settled(store)
+        keys = chain(key, 30, start=start)
+        offer(store, keys, payload)
+        offer(store, keys, payload)
+        settled(store)
     assert store.delete(key(119))
     assert store.levels[1].tier.stats.evictions and store.levels[0].tier.stats.evictions
     assert held == {level.name: set(level.tier.keys()) for level in store.levels}
@@ -644,7 +412,7 @@ def test_a_closed_store_answers_misses_and_says_when_a_thread_hangs(
 ) -> None:
     store = make_store(other=(held, {}))
     held.writes.shut()
-    _offer(store, [key(1), key(2)], payload)
+    offer(store, [key(1), key(2)], payload)
     plan = store.lookup([key(1)]).plan
     held.writes.wait_entered()
     assert not store.close(0.05)
@@ -658,9 +426,9 @@ def test_a_closed_store_answers_misses_and_says_when_a_thread_hangs(
 @pytest.mark.parametrize("mode", list(ReuseMode))
 def test_the_mode_decides(make_store: Make, key: Keys, payload: Payloads, mode: ReuseMode) -> None:
     store = make_store(mode=mode)
-    keys = _chain(key, 4)
-    _offer(store, keys, payload)
-    _settled(store)
+    keys = chain(key, 4)
+    offer(store, keys, payload)
+    settled(store)
     plan = store.lookup(keys, bytes_per_token=1 << 20).plan
     # 16 MiB a chunk: 3 ms each by the prior, 1.6 us of computing.
     decision = store.decide(plan, Prefill(1e7), 100)
