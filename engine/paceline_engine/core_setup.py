@@ -106,10 +106,10 @@ def open_prefixes(config: EngineConfig, backend: Backend, digest: str) -> Prefix
                 f"at least {-(-least // MIB)}Mi"
             )
     try:
-        store = open_store(settings, allocate=copier.allocate)
+        store = open_store(settings, allocate=copier.allocate, element=copier.element)
     except (KVStoreError, OSError) as error:
         raise SetupError(f"KV store: {error}") from error
-    return PrefixStore(store, copier, digest, chunk_tokens)
+    return PrefixStore(store, copier, settings.namespace(bytes.fromhex(digest)).hex(), chunk_tokens)
 
 
 def build_core(config: EngineConfig) -> Core:

@@ -20,6 +20,7 @@ from typing import Protocol
 from paceline_engine.core.stored_kv import Arrived, ChunkLoad, Wanted
 from paceline_engine.prefix_load import PrefixLoad
 from paceline_kvstore.codec import Buffer
+from paceline_kvstore.encoding import Element
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.reuse import Decision, Prefill
 from paceline_kvstore.tiered.level import Level
@@ -42,6 +43,11 @@ class CopiesChunks(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
+        ...
+
+    @property
+    def element(self) -> Element:
+        """What a chunk's items are."""
         ...
 
     def num_bytes(self, num_tokens: int) -> int:

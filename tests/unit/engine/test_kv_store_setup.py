@@ -11,6 +11,7 @@ from paceline_engine.backends.simulated import SimulatedBackend
 from paceline_engine.config import EngineConfig
 from paceline_engine.core_setup import open_prefixes
 from paceline_engine.sizing import SetupError
+from paceline_kvstore.encoding import Element
 
 NAMESPACE = "ab" * 32
 CONFIG = {"model_dir": "", "device": "simulated"}
@@ -20,6 +21,7 @@ class Copier:
     """KV of 4 KiB a token that nobody copies."""
 
     block_size = 16
+    element = Element.BYTES
 
     def num_bytes(self, num_tokens: int) -> int:
         return num_tokens << 12
@@ -68,6 +70,17 @@ def test_a_capacity_for_a_few_chunks_is_too_small(tmp_path: Path):
         says = rf"^KV store: {name}\.capacity: .* too few for chunks of 256 tokens; give it at least 32Mi"
         with pytest.raises(SetupError, match=says):
             open_prefixes(config, device(Copier()), NAMESPACE)
+
+
+def test_kv_that_is_in_8_bits_has_no_smaller_form_of_numbers(tmp_path: Path):
+    config = on_disk(tmp_path / "kv", encoding="int8")
+    with pytest.raises(SetupError, match=r"^KV store: encoding: int8 is for KV in 16 or 32 bits"):
+        open_prefixes(config, device(Copier()), NAMESPACE)
+    numbers = Copier()
+    numbers.element = Element.BFLOAT16
+    store = open_prefixes(config, device(numbers), NAMESPACE)
+    assert store is not None
+    store.close()
 
 
 def test_settings_say_which_tiers_there_are(tmp_path: Path):
