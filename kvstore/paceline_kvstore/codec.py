@@ -68,6 +68,19 @@ def encode_header(key: ChunkKey, payload: Buffer) -> bytes:
     return fields + _checksum(fields, source)
 
 
+class Checksum:
+    """A header that is made while the payload passes by, piece by piece in order."""
+
+    def __init__(self, key: ChunkKey, payload_bytes: int) -> None:
+        self._fields = _PREFIX.pack(MAGIC, VERSION, HEADER_BYTES, 0, payload_bytes) + key.to_bytes() + _PADDING
+        self._digest = xxhash.xxh3_128(self._fields)
+        self.add = self._digest.update
+
+    def header(self) -> bytes:
+        """The header of a chunk of which all pieces were added."""
+        return self._fields + self._digest.digest()
+
+
 def decode(buffer: Buffer, key: ChunkKey) -> memoryview:
     """The payload of `key`'s chunk: a read-only view into `buffer`, no copy.
 

@@ -28,13 +28,20 @@ class ChunkKey:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name, digest in (("namespace", self.namespace), ("chain", self.chain)):
-            if len(digest) != DIGEST_BYTES:
-                raise ValueError(f"a chunk key's {name} has {DIGEST_BYTES} bytes, this one {len(digest)}")
+        # Keys are made by the thousand: nothing here but what each of them needs.
+        if len(self.namespace) != DIGEST_BYTES or len(self.chain) != DIGEST_BYTES:
+            name, digest = (
+                ("chain", self.chain) if len(self.namespace) == DIGEST_BYTES else ("namespace", self.namespace)
+            )
+            raise ValueError(f"a chunk key's {name} has {DIGEST_BYTES} bytes, this one {len(digest)}")
         if not 1 <= self.num_tokens <= COUNT_MAX:
             raise ValueError(f"a chunk holds 1 to {COUNT_MAX} tokens, not {self.num_tokens}")
         if not 0 <= self.rank <= COUNT_MAX:
             raise ValueError(f"a rank is 0 to {COUNT_MAX}, not {self.rank}")
+
+    def __hash__(self) -> int:
+        # The chain alone tells almost all keys apart, and bytes remember their hash.
+        return hash(self.chain)
 
     def to_bytes(self) -> bytes:
         """Wire form, KEY_BYTES long: namespace, chain, num_tokens and rank as little-endian u32."""

@@ -55,6 +55,8 @@ class TenantChunks(Generic[K]):
 
     def touch(self, key: K) -> None:
         """The chunk was used."""
+        if key not in self._held:
+            return
         with self._lock:
             held = self._held.get(key)
             if held is not None:

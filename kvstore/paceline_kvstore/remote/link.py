@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from paceline_kvstore.codec import Buffer
+from paceline_kvstore.codec import HEADER_BYTES, Checksum
 from paceline_kvstore.errors import KVStoreError
+from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.wire import messages as msg
 from paceline_kvstore.wire import transport
 from paceline_kvstore.wire.address import Address
+from paceline_kvstore.wire.chunks import receive_chunk
 from paceline_kvstore.wire.frames import Head, ProtocolError
 
 
@@ -29,8 +30,8 @@ class Link:
         timeout = deadline - time.monotonic()
         if timeout <= 0:
             raise transport.Slow("the deadline has passed")
-        self._sock = address.connect(timeout)
-        self._inbox = transport.Inbox(self._sock)
+        self._stream = transport.PlainStream(address.connect(timeout))
+        self._inbox = transport.Inbox(self._stream)
         self._last_id = self._answered_id = 0
         self.chunk_bytes_max = 2**63
         self.used = False
@@ -44,23 +45,41 @@ class Link:
         self.chunk_bytes_max = welcome.payload_bytes_max
         self.capacity = welcome.capacity
 
-    def ask(self, request: msg.Request, deadline: float, payload: Sequence[Buffer] = ()) -> tuple[msg.Reply, Head]:
-        """Send a request and read its reply's fields; a hit's payload is still to be received.
+    def ask(self, request: msg.Request, deadline: float) -> tuple[msg.Reply, Head]:
+        """Send a request without a payload and read its reply's fields; a hit's payload is still to be received.
 
         Raises OSError, Refused or ProtocolError.
         """
         try:
-            self.post(request, deadline, payload)
+            self.post(request, deadline)
         except (BrokenPipeError, ConnectionResetError):
             # The server may have said why before it closed.
             return self.collect(deadline)
         return self.collect(deadline)
 
-    def post(self, request: msg.Request, deadline: float, payload: Sequence[Buffer] = ()) -> None:
+    def put(self, request: msg.Put, payload: memoryview, deadline: float) -> msg.Reply:
+        """Send a chunk with its payload, flat bytes, and read the reply. Raises as `ask`."""
+        self._last_id += 1
+        size = len(payload)
+        buffers: list[bytes | memoryview] = [msg.encode_request(self._last_id, request, size + HEADER_BYTES)]
+        checksum = Checksum(request.key, size)
+        try:
+            for at in range(0, size, transport.PIECE_BYTES):
+                piece = payload[at : at + transport.PIECE_BYTES]
+                checksum.add(piece)
+                buffers.append(piece)
+                if at + len(piece) < size:
+                    self._stream.send(buffers, deadline)
+                    buffers.clear()
+            self._stream.send([*buffers, checksum.header()], deadline)
+        except (BrokenPipeError, ConnectionResetError):
+            return self.collect(deadline)[0]
+        return self.collect(deadline)[0]
+
+    def post(self, request: msg.Request, deadline: float) -> None:
         """Send a request, also before earlier ones were answered. Raises OSError."""
         self._last_id += 1
-        size = sum(memoryview(part).nbytes for part in payload)
-        transport.send(self._sock, [msg.encode_request(self._last_id, request, size), *payload], deadline)
+        self._stream.send([msg.encode_request(self._last_id, request)], deadline)
 
     def collect(self, deadline: float) -> tuple[msg.Reply, Head]:
         """The fields of the next reply, in the order of the requests. Raises as `ask`."""
@@ -73,10 +92,13 @@ class Link:
             raise ProtocolError(f"the reply is for request {head.request_id}, due is {self._answered_id}")
         return reply, head
 
-    def receive(self, target: bytearray | memoryview, deadline: float) -> None:
-        """The next bytes of the last reply's payload, straight into `target`. Raises OSError."""
-        self._inbox.read_into(target, deadline)
+    def receive(self, key: ChunkKey, target: memoryview, deadline: float) -> None:
+        """The chunk of the last reply, a hit: its payload straight into `target`, verified.
+
+        Raises OSError, CorruptChunk, ForeignChunk or UnsupportedVersion.
+        """
+        receive_chunk(self._inbox, key, target, deadline)
 
     def close(self) -> None:
         """Give the connection up. Idempotent."""
-        transport.close(self._sock)
+        self._stream.close()

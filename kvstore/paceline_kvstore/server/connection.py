@@ -27,6 +27,7 @@ from paceline_kvstore.server.store import NodeStore
 from paceline_kvstore.tiers.base import Lease
 from paceline_kvstore.wire import messages as msg
 from paceline_kvstore.wire import transport
+from paceline_kvstore.wire.chunks import receive_chunk
 from paceline_kvstore.wire.frames import HELLO_BYTES_MAX, Head, ProtocolError
 from paceline_kvstore.wire.messages import Reason
 
@@ -63,7 +64,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, shared: Shared) -> None:
         self._sock = sock
-        self._inbox = transport.Inbox(sock)
+        self._stream = transport.PlainStream(sock)
+        self._inbox = transport.Inbox(self._stream)
         self._shared = shared
         self._listing: Iterator[ChunkKey] = iter(())
 
@@ -90,8 +92,7 @@ class Connection:
 
     def stop(self) -> None:
         """End it now, whatever it does."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._stream.stop()
 
     def _serve(self) -> None:
         transport.tune(self._sock)
@@ -109,7 +110,7 @@ class Connection:
 
     def _welcome(self) -> None:
         """The first frame, which must be a Hello with the right token."""
-        shared, sock = self._shared, self._sock
+        shared = self._shared
         deadline = time.monotonic() + shared.limits.hello_timeout_s
         head = self._inbox.head(HELLO_BYTES_MAX, 0, deadline)
         hello = msg.decode_request(head.kind, self._inbox.read(head.field_bytes, deadline))
@@ -119,7 +120,7 @@ class Connection:
             what = "wrong" if hello.token else "missing"
             raise _Refused(Reason.UNAUTHORIZED, f"the token is {what}: give the client the server's --token-file")
         welcome = msg.Welcome(shared.store.tier.capacity, shared.limits.payload_bytes)
-        transport.send(sock, [msg.encode_reply(head.request_id, welcome)], deadline)
+        self._stream.send([msg.encode_reply(head.request_id, welcome)], deadline)
 
     def _serve_one(self) -> None:
         shared = self._shared
@@ -183,7 +184,7 @@ class Connection:
         return msg.KeyPage(keys, more=len(keys) == msg.KEYS_MAX)
 
     def _reply(self, request_id: int, reply: msg.Reply) -> None:
-        transport.send(self._sock, [msg.encode_reply(request_id, reply)], self._reply_deadline())
+        self._stream.send([msg.encode_reply(request_id, reply)], self._reply_deadline())
 
     def _send_chunk(self, request_id: int, request: msg.Get) -> str:
         lease = self._shared.store.tier.lease(request.key, deadline=request.milliseconds / 1000)
@@ -200,9 +201,9 @@ class Connection:
         if size > request.capacity:
             self._reply(request_id, msg.TooLarge(size))
             return "too_large"
+        frame = msg.encode_reply(request_id, msg.Hit(), codec.encoded_size(size))
         header = codec.encode_header(request.key, lease.payload) if lease.header is None else lease.header
-        frame = msg.encode_reply(request_id, msg.Hit(), len(header) + size)
-        transport.send(self._sock, [frame + header, lease.payload], self._reply_deadline())
+        self._stream.send([frame, codec.as_bytes(lease.payload), header], self._reply_deadline())
         self._shared.metrics.on_sent(size)
         return "ok"
 
@@ -212,26 +213,24 @@ class Connection:
         size = head.payload_bytes - codec.HEADER_BYTES
         if size < 0:
             raise ProtocolError(f"request put has {head.payload_bytes} bytes of payload, too few for a chunk's header")
-        header = self._inbox.read(codec.HEADER_BYTES, deadline)
         with shared.buffers.room(size, shared.limits.inflight_wait_s) as granted:
             if granted:
-                kept = self._receive_payload(request, header, size, deadline)
+                kept = self._receive_payload(request, size, deadline)
                 shared.metrics.on_received(size)
                 return kept
-        self._skip(size, deadline)
+        self._skip(head.payload_bytes, deadline)
         return False
 
-    def _receive_payload(self, request: msg.Put, header: bytes, size: int, deadline: float) -> bool:
+    def _receive_payload(self, request: msg.Put, size: int, deadline: float) -> bool:
         """Into the tier's own memory where it has some for it, else into a buffer that the tier copies from."""
         tier, key = self._shared.store.tier, request.key
         filling = None if request.durable else tier.fill(key, size, parent=request.parent, tenant=request.tenant)
         buffer = self._shared.buffers.take(size) if filling is None else filling.buffer
         if buffer is None:
-            self._skip(size, deadline)
+            self._skip(codec.encoded_size(size), deadline)
             return False
-        self._inbox.read_into(buffer, deadline)
         try:
-            codec.check(header, buffer, key)
+            header = receive_chunk(self._inbox, key, buffer, deadline)
         except KVStoreError as error:
             self._shared.quarantine.add(key, "received", error)
             return False
@@ -252,17 +251,18 @@ class Connection:
     def _end(self, reason: Reason | None, message: str) -> None:
         self._shared.metrics.on_closed(reason)
         if reason is not None:
-            _say_why(self._sock, reason, message)
-        transport.close(self._sock)
+            _say_why(self._stream, reason, message)
+        self._stream.close()
         logger.log(logging.DEBUG if reason in (None, Reason.DRAINING) else logging.WARNING, "connection: %s", message)
 
 
-def _say_why(sock: socket.socket, reason: Reason, message: str) -> None:
+def _say_why(stream: transport.Stream, reason: Reason, message: str) -> None:
     """Send FAIL and let the client read it: bytes that nobody reads would make the kernel reset the connection."""
     deadline = time.monotonic() + _LINGER_S
     with contextlib.suppress(OSError):
-        transport.send(sock, [msg.encode_reply(0, msg.Fail(reason, message))], deadline)
-        sock.shutdown(socket.SHUT_WR)
-        inbox = transport.Inbox(sock)
+        stream.send([msg.encode_reply(0, msg.Fail(reason, message))], deadline)
+        stream.end()
+        scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for _ in range(_LINGER_BYTES // _SCRATCH_BYTES):
-            inbox.read(_SCRATCH_BYTES, deadline)
+            if not stream.receive(scratch, deadline, whole=True):
+                return

@@ -28,9 +28,9 @@ class LeaseCount:
         self._settle()
         return self._num_bytes
 
-    def lend(self, payload: memoryview, header: bytes | None = None) -> Lease:
+    def lend(self, payload: memoryview) -> Lease:
         """A lease over a view of its own of that payload."""
-        lease = _CountedLease(memoryview(payload).toreadonly(), header, self)
+        lease = _CountedLease(memoryview(payload).toreadonly(), self)
         self.add(1, lease.num_bytes)
         return lease
 
@@ -55,8 +55,8 @@ class LeaseCount:
 class _CountedLease(Lease):
     __slots__ = ("_count", "num_bytes")
 
-    def __init__(self, payload: memoryview, header: bytes | None, count: LeaseCount) -> None:
-        super().__init__(payload, header)
+    def __init__(self, payload: memoryview, count: LeaseCount) -> None:
+        super().__init__(payload)
         self.num_bytes = payload.nbytes
         self._count: LeaseCount | None = count
 

@@ -41,7 +41,7 @@ class StoreTier:
         view = codec.as_bytes(payload)
         self.store.pins.arrived(key, len(view))
         kept = bool(levels) and levels[0].write(key, view, parent, tenant, durable=durable)
-        self._count(kept, "puts", "refused")
+        self._count_put(kept)
         if kept and not durable:
             self._spread_down(key, parent, tenant)
         return kept
@@ -59,7 +59,7 @@ class StoreTier:
         def keep(header: bytes) -> bool:
             self.store.pins.arrived(key, num_bytes)
             kept = inner(header)
-            self._count(kept, "puts", "refused")
+            self._count_put(kept)
             if kept:
                 self._spread_down(key, parent, tenant)
             return kept
@@ -67,8 +67,7 @@ class StoreTier:
         return Filling(filling.buffer, keep)
 
     def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
-        lease = self._find(key, deadline)
-        self._count(lease is not None, "hits", "misses")
+        lease = self.lease(key, deadline=deadline)
         return None if lease is None else lease.payload
 
     def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
@@ -83,8 +82,10 @@ class StoreTier:
 
     def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
         lease = self._find(key, deadline)
-        self._count(lease is not None, "hits", "misses")
-        return None if lease is None else self.store.leases.lend(lease.payload, lease.header)
+        with self._lock:
+            self._own.hits += lease is not None
+            self._own.misses += lease is None
+        return lease
 
     def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
         self.store.expire()
@@ -175,7 +176,7 @@ class StoreTier:
         if origin is not None:
             self.store.spread(level, Chunk(key, payload, *origin), epoch)
 
-    def _count(self, good: bool, yes: str, no: str) -> None:
-        name = yes if good else no
+    def _count_put(self, kept: bool) -> None:
         with self._lock:
-            setattr(self._own, name, getattr(self._own, name) + 1)
+            self._own.puts += kept
+            self._own.refused += not kept

@@ -113,11 +113,8 @@ class RemoteTier:
     ) -> bool:
         if len(tenant.encode()) > msg.TENANT_BYTES_MAX:
             raise ValueError(f"a tenant's name has at most {msg.TENANT_BYTES_MAX} bytes, not {len(tenant.encode())}")
-        source = codec.as_bytes(payload)
-        chunk = (codec.encode_header(key, source), source)
-        kept = self._call(
-            self._writes, self._options.write_deadline, self._put, chunk, msg.Put(key, parent, tenant, durable)
-        )
+        request = msg.Put(key, parent, tenant, durable)
+        kept = self._call(self._writes, self._options.write_deadline, self._put, codec.as_bytes(payload), request)
         self._count(puts=int(bool(kept)), refused=int(not kept))
         return bool(kept)
 
@@ -213,7 +210,9 @@ class RemoteTier:
     def _read(self, key: ChunkKey, target: memoryview | None, deadline: float | None) -> _Found | None:
         seconds = self._options.read_deadline if deadline is None else deadline
         found = self._call(self._reads, seconds, self._fetch, key, target)
-        self._count(hits=int(found is not None), misses=int(found is None))
+        with self._lock:
+            self._stats.hits += found is not None
+            self._stats.misses += found is None
         return found
 
     def _fetch(self, link: Link, end: float, key: ChunkKey, target: memoryview | None) -> _Found | None:
@@ -244,12 +243,9 @@ class RemoteTier:
                     raise ProtocolError(f"a hit has {head.payload_bytes} bytes of payload")
             case _:
                 raise ProtocolError(f"the server answers a get with {type(reply).__name__}")
-        header = bytearray(codec.HEADER_BYTES)
         payload = self._memory(size) if target is None else target[:size]
-        link.receive(header, end)
-        link.receive(payload, end)
         try:
-            codec.check(header, payload, key)
+            link.receive(key, payload, end)
         except KVStoreError as error:
             self._refuse(key, error)
             return None
@@ -265,10 +261,10 @@ class RemoteTier:
         extent = self._staging.take(size) if size <= self._staging.size else None
         return np.empty(size, dtype=np.uint8).data if extent is None else extent.data
 
-    def _put(self, link: Link, end: float, chunk: tuple[bytes, memoryview], request: msg.Put) -> bool:
-        if sum(map(len, chunk)) > link.chunk_bytes_max:
+    def _put(self, link: Link, end: float, payload: memoryview, request: msg.Put) -> bool:
+        if codec.encoded_size(len(payload)) > link.chunk_bytes_max:
             return False
-        return bool(self._number(link.ask(request, end, chunk)[0]))
+        return bool(self._number(link.put(request, payload, end)))
 
     def _list_keys(self, link: Link, end: float) -> list[ChunkKey]:
         found: list[ChunkKey] = []

@@ -28,7 +28,7 @@ class Address:
         return bool(self.path) or is_loopback(self.host)
 
     def connect(self, timeout: float) -> socket.socket:
-        """A tuned, connected socket. Raises OSError."""
+        """A tuned, connected socket. Raises OSError (TimeoutError after so many seconds)."""
         if self.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:

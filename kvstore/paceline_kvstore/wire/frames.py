@@ -16,7 +16,7 @@ its first 24 bytes, before room is made for the rest. Must not do I/O.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline_kvstore.errors import KVStoreError
 
@@ -35,8 +35,7 @@ class ProtocolError(KVStoreError):
     """The peer sent what the protocol doesn't allow; the message says what. The connection can't go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The first HEAD_BYTES of a frame."""
 
     kind: int
@@ -45,7 +44,11 @@ class Head:
     payload_bytes: int
 
     def to_bytes(self) -> bytes:
-        return _HEAD.pack(MAGIC, VERSION, self.kind, self.field_bytes, self.request_id, self.payload_bytes)
+        return encode_head(self.kind, self.request_id, self.field_bytes, self.payload_bytes)
+
+
+def encode_head(kind: int, request_id: int, field_bytes: int, payload_bytes: int) -> bytes:
+    return _HEAD.pack(MAGIC, VERSION, kind, field_bytes, request_id, payload_bytes)
 
 
 def decode_head(buffer: bytes | bytearray | memoryview, field_bytes_max: int, payload_bytes_max: int) -> Head:

@@ -1,7 +1,8 @@
 """What an engine asks of the node server and what that answers, as data. Must not do I/O.
 
 The first request is `Hello`. The payload of a `Put` and of a hit is a chunk as `codec` writes it, so that the checksum
-made by the writer is compared by every reader.
+made by the writer is compared by every reader; but the header comes last, so that the checksum is made while the bytes
+are on their way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from enum import IntEnum
 from paceline_kvstore.keys import DIGEST_BYTES, KEY_BYTES, ChunkKey
 from paceline_kvstore.stats import TierStats
 from paceline_kvstore.wire.fields import FieldReader, keys_field, number_field, text_field
-from paceline_kvstore.wire.frames import FIELD_BYTES_MAX, HELLO_BYTES_MAX, Head, ProtocolError
+from paceline_kvstore.wire.frames import FIELD_BYTES_MAX, HELLO_BYTES_MAX, ProtocolError, encode_head
 
 KEYS_MAX = 4096
 """Keys in one message; a longer list goes in several."""
@@ -165,6 +166,10 @@ _OPS: dict[type[Request], Op] = {
 }  # fmt: skip
 
 
+_OP_OF_KIND: dict[int, Op] = {op.value: op for op in Op}
+_NAMES = {op: f"request {op.name.lower()}" for op in Op}
+
+
 def op_of(request: Request) -> Op:
     return _OPS[type(request)]
 
@@ -175,15 +180,15 @@ def encode_request(request_id: int, request: Request, payload_bytes: int = 0) ->
     limit = HELLO_BYTES_MAX if isinstance(request, Hello) else MESSAGE_FIELD_BYTES_MAX
     if len(body) > limit:
         raise ValueError(f"{type(request).__name__} has {len(body)} bytes of fields, a frame takes {limit}")
-    return Head(op_of(request), request_id, len(body), payload_bytes).to_bytes() + body
+    return encode_head(op_of(request), request_id, len(body), payload_bytes) + body
 
 
 def _request_fields(request: Request) -> bytes:
     match request:
-        case Hello(token):
-            return text_field(token)
         case Get(key, capacity, milliseconds):
             return key.to_bytes() + number_field(capacity) + number_field(milliseconds)
+        case Hello(token):
+            return text_field(token)
         case Put(key, parent, tenant, durable):
             flags = bytes([durable | (parent is not None) << 1])
             return key.to_bytes() + flags + text_field(tenant) + (b"" if parent is None else parent.to_bytes())
@@ -208,11 +213,10 @@ def _request_fields(request: Request) -> bytes:
 
 def decode_request(kind: int, body: bytes) -> Request:
     """The request in a frame's fields. Raises ProtocolError that names the request and the field."""
-    try:
-        op = Op(kind)
-    except ValueError:
-        raise ProtocolError(f"the frame's kind {kind} is no request of protocol version 1") from None
-    reader = FieldReader(f"request {op.name.lower()}", body)
+    op = _OP_OF_KIND.get(kind)
+    if op is None:
+        raise ProtocolError(f"the frame's kind {kind} is no request of protocol version 1")
+    reader = FieldReader(_NAMES[op], body)
     request = _read_request(op, reader)
     reader.end()
     return request
@@ -220,10 +224,10 @@ def decode_request(kind: int, body: bytes) -> Request:
 
 def _read_request(op: Op, reader: FieldReader) -> Request:
     match op:
-        case Op.HELLO:
-            return Hello(reader.text("token", TOKEN_BYTES_MAX))
         case Op.GET:
             return Get(reader.key("key"), reader.number("capacity"), reader.number("milliseconds"))
+        case Op.HELLO:
+            return Hello(reader.text("token", TOKEN_BYTES_MAX))
         case Op.PUT:
             key, flags = reader.key("key"), reader.byte("flags", 3)
             tenant = reader.text("tenant", TENANT_BYTES_MAX)
@@ -316,10 +320,15 @@ _ANSWERS: dict[type[Reply], Answer] = {
 }  # fmt: skip
 
 
+_ANSWER_OF_KIND: dict[int, Answer] = {answer.value: answer for answer in Answer}
+_BARE: dict[int, Reply] = {Answer.HIT.value: Hit(), Answer.MISS.value: Miss()}
+"""Replies without fields, made once."""
+
+
 def encode_reply(request_id: int, reply: Reply, payload_bytes: int = 0) -> bytes:
     """Head and fields; a payload of that many bytes follows."""
     body = _reply_fields(reply)
-    return Head(_ANSWERS[type(reply)], request_id, len(body), payload_bytes).to_bytes() + body
+    return encode_head(_ANSWERS[type(reply)], request_id, len(body), payload_bytes) + body
 
 
 def _reply_fields(reply: Reply) -> bytes:
@@ -340,10 +349,11 @@ def _reply_fields(reply: Reply) -> bytes:
 
 def decode_reply(kind: int, body: bytes) -> Reply:
     """The reply in a frame's fields. Raises ProtocolError that names the reply and the field."""
-    try:
-        answer = Answer(kind)
-    except ValueError:
-        raise ProtocolError(f"the frame's kind {kind} is no reply of protocol version 1") from None
+    if not body and kind in _BARE:
+        return _BARE[kind]
+    answer = _ANSWER_OF_KIND.get(kind)
+    if answer is None:
+        raise ProtocolError(f"the frame's kind {kind} is no reply of protocol version 1")
     reader = FieldReader(f"reply {answer.name.lower()}", body)
     reply = _read_reply(answer, reader)
     reader.end()

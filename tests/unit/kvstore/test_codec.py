@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -158,3 +159,12 @@ def test_a_header_beside_its_payload_is_checked_like_a_chunk(key: ChunkKey, payl
     codec.check(header, payload, key)
     with pytest.raises(CorruptChunk):
         codec.check(header, payload + b"x", key)
+
+
+@given(st.binary(max_size=500), st.lists(st.integers(0, 500), max_size=4))
+def test_a_header_made_piece_by_piece_is_the_same(payload: bytes, cuts: list[int]) -> None:
+    checksum = codec.Checksum(KEY, len(payload))
+    edges = [0, *sorted(min(cut, len(payload)) for cut in cuts), len(payload)]
+    for begin, end in pairwise(edges):
+        checksum.add(payload[begin:end])
+    assert checksum.header() == codec.encode_header(KEY, payload)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline_kvstore import ChunkKey
+from paceline_kvstore import ChunkKey, codec
 from paceline_kvstore.config import StoreSettings
 from paceline_kvstore.opening import open_store
 from paceline_kvstore.server.limits import Limits
@@ -31,10 +31,11 @@ class Raw:
 
     def __init__(self, address: Address) -> None:
         self.sock = address.connect(DEADLINE)
-        self.inbox = transport.Inbox(self.sock)
+        self.stream = transport.PlainStream(self.sock)
+        self.inbox = transport.Inbox(self.stream)
 
     def send(self, *parts: bytes) -> None:
-        transport.send(self.sock, parts, time.monotonic() + DEADLINE)
+        self.stream.send(parts, time.monotonic() + DEADLINE)
 
     def hello(self, token: str = "") -> msg.Reply:
         self.send(msg.encode_request(1, msg.Hello(token)))
@@ -102,6 +103,12 @@ def wait_for(what: str, condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
+def on_the_wire(key: ChunkKey, payload: bytes) -> bytes:
+    """A chunk as it travels: header last."""
+    chunk = bytes(codec.encode(key, payload))
+    return chunk[codec.HEADER_BYTES :] + chunk[: codec.HEADER_BYTES]
+
+
 def make_key(number: int, namespace: bytes = b"n" * 32) -> ChunkKey:
     return ChunkKey(namespace, number.to_bytes(32, "big"), 16)
 
@@ -135,3 +142,8 @@ def key() -> Callable[..., ChunkKey]:
 @pytest.fixture
 def wait() -> Callable[[str, Callable[[], Any]], None]:
     return wait_for
+
+
+@pytest.fixture
+def wire() -> Callable[[ChunkKey, bytes], bytes]:
+    return on_the_wire
