@@ -73,13 +73,18 @@ Memory = Annotated[
     typer.Option(parser=_SIZE, metavar="SIZE", help="Memory for chunks, without --config. Default: 1Gi."),
 ]
 Socket = Annotated[Path | None, typer.Option(help="Path of a Unix socket for clients, for its owner alone.")]
-Host = Annotated[str, typer.Option(help="Address to bind; without a token file it must be loopback.")]
+Host = Annotated[str, typer.Option(help="Address to bind; loopback, unless there is a token file.")]
 Port = Annotated[
     int | None,
     typer.Option(min=0, max=65535, help=f"Port for clients. Default: {DEFAULT_PORT}; with --socket none. 0: any."),
 ]
 AdminPort = Annotated[int, typer.Option(min=0, max=65535, help="HTTP port: health, metrics, admin. 0: any.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token that clients and /admin must have.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Let everybody in who reaches --host, without a token.")]
+TlsCert = Annotated[
+    Path | None, typer.Option(help="PEM file with the certificate for TLS over TCP and on the admin port.")
+]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")]
 Ttl = Annotated[
     float | None, typer.Option(parser=_DURATION, metavar="DURATION", help="Forget chunks of that age. Default: never.")
 ]
@@ -116,6 +121,9 @@ def serve(
     port: Port = None,
     admin_port: AdminPort = 7461,
     token_file: TokenFile = None,
+    insecure: Insecure = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     ttl: Ttl = None,
     max_chunk: MaxChunk = None,
     max_inflight: MaxInflight = None,

@@ -2,7 +2,7 @@
 
     {"memory": {"capacity": "8Gi"},
      "disk": {"path": "/var/lib/paceline/kv", "capacity": "100Gi"},
-     "node": {"address": "tcp://10.0.0.7:7070", "tokenFile": "/etc/kv-node/token"},
+     "node": {"address": "tcp://kv.local:7460", "tokenFile": "/etc/kv-node/token", "caFile": "/etc/kv-node/ca.crt"},
      "s3": {"bucket": "fleet-kv", "prefix": "prod", "endpoint": "https://s3.example", "credentialsDir": "/etc/kv-s3"},
      "encryptionKeyFile": "/etc/kv-key/keys", "encoding": "zstd", "ttl": 86400, "reuse": "measured",
      "tenantQuotas": {"acme": "10Gi"}}
@@ -53,10 +53,14 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """A node server, and the file with its token, if it wants one."""
+    """A node server, and the file with its token, if it wants one.
+
+    ca_file: authorities that its certificate must lead to; None: it is spoken to without TLS.
+    """
 
     address: Address
     token_file: Path | None = None
+    ca_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +122,10 @@ def _node(fields: _Fields) -> NodeSettings:
         address = parse_address(fields.text("address"))
     except ValueError as error:
         raise BadSettings(f"node.address: {error}") from None
-    return NodeSettings(address, fields.optional("tokenFile", fields.path))
+    ca_file = fields.optional("caFile", fields.path)
+    if ca_file is not None and address.path:
+        raise BadSettings("node.caFile: TLS is for tcp:// addresses: leave it out for a Unix socket")
+    return NodeSettings(address, fields.optional("tokenFile", fields.path), ca_file)
 
 
 def _s3(fields: _Fields) -> S3Settings:

@@ -20,6 +20,7 @@ from paceline_kvstore.tiers import DiskOptions, DiskTier, MemoryTier, Tier
 from paceline_kvstore.tiers.encoded import EncodedTier
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from paceline_kvstore.tiers.sealed import SealedTier, SealOptions
+from paceline_kvstore.wire.tls import ClientTls
 
 MEMORY, DISK, NODE, S3 = "memory", "disk", "node", "s3"
 
@@ -140,6 +141,13 @@ def _node(settings: NodeSettings, *, is_first: bool) -> Level:
             token = settings.token_file.read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise BadSettings(f"node.tokenFile: can't read {settings.token_file}: {error}: check the path") from None
+    tls = None
+    if settings.ca_file is not None:
+        tls = ClientTls(settings.ca_file)
+        try:
+            tls.context()
+        except OSError as error:
+            raise BadSettings(f"node.caFile: can't use {settings.ca_file}: {error}: write a PEM file's path") from None
     options = LevelOptions(
         name=NODE,
         is_indexed=False,
@@ -147,7 +155,7 @@ def _node(settings: NodeSettings, *, is_first: bool) -> Level:
         needs_second_offer=not is_first,
         prior=NODE_PRIOR,
     )
-    remote = RemoteOptions(token=token, read_connections=options.readers, write_connections=options.writers)
+    remote = RemoteOptions(token=token, tls=tls, read_connections=options.readers, write_connections=options.writers)
     return Level(RemoteTier(settings.address, remote), options)
 
 

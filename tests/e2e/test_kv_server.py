@@ -21,6 +21,7 @@ from paceline_kvstore import ChunkKey
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from paceline_kvstore.wire import messages as msg
 from paceline_kvstore.wire.address import Address
+from paceline_kvstore.wire.tls import ClientTls
 
 pytestmark = pytest.mark.e2e
 
@@ -101,6 +102,18 @@ def test_the_token_is_asked_for_where_others_could_come(tmp_path: Path) -> None:
         assert server.ask("GET", "/admin/stats").status_code == 401
         stats = server.ask("GET", "/admin/stats", headers={"authorization": "Bearer secret"}).json()
         assert stats["tier"]["puts"] == 1
+
+
+def test_tls_over_tcp_and_an_open_door_only_when_asked_for(tmp_path: Path) -> None:
+    cert, private = tmp_path / "tls.crt", tmp_path / "tls.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-subj", "/CN=kv", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(private), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ("--tls-cert", str(cert), "--tls-key", str(private))
+    with kv_server_process(tmp_path, "--host", "0.0.0.0", "--insecure", *tls) as server:
+        assert server.client(tcp=True, tls=ClientTls(cert)).put(key(1), b"x")
+        assert server.client().get(key(1)) == b"x", "a Unix socket needs none"
+        assert server.client(tcp=True).get(key(1)) is None
 
 
 def test_tiers_of_a_file_are_shared_and_outlive_the_process(tmp_path: Path) -> None:

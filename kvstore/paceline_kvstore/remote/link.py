@@ -12,6 +12,7 @@ from paceline_kvstore.wire import transport
 from paceline_kvstore.wire.address import Address
 from paceline_kvstore.wire.chunks import receive_chunk
 from paceline_kvstore.wire.frames import Head, ProtocolError
+from paceline_kvstore.wire.tls import ClientTls, TlsStream
 
 
 class Refused(KVStoreError):
@@ -22,15 +23,29 @@ class Refused(KVStoreError):
         self.reason = fail.reason
 
 
+def _open(address: Address, deadline: float, tls: ClientTls | None) -> transport.Stream:
+    timeout = deadline - time.monotonic()
+    if timeout <= 0:
+        raise transport.Slow("the deadline has passed")
+    sock = address.connect(timeout)
+    if tls is None:
+        return transport.PlainStream(sock)
+    try:
+        sock = tls.connect(sock, address.host)
+        stream = TlsStream(sock)
+        stream.shake_hands(deadline)
+        return stream
+    except BaseException:
+        sock.close()
+        raise
+
+
 class Link:
     """Deadlines are on `time.monotonic`, in seconds. After any error it can't be used again."""
 
-    def __init__(self, address: Address, hello: msg.Hello, deadline: float) -> None:
+    def __init__(self, address: Address, hello: msg.Hello, deadline: float, tls: ClientTls | None = None) -> None:
         """Connect and say hello. Raises OSError (Slow at the deadline), Refused or ProtocolError."""
-        timeout = deadline - time.monotonic()
-        if timeout <= 0:
-            raise transport.Slow("the deadline has passed")
-        self._stream = transport.PlainStream(address.connect(timeout))
+        self._stream = _open(address, deadline, tls)
         self._inbox = transport.Inbox(self._stream)
         self._last_id = self._answered_id = 0
         self.chunk_bytes_max = 2**63

@@ -31,6 +31,7 @@ from paceline_kvstore.server.admin_requests import (
 )
 from paceline_kvstore.server.node_server import NodeServer
 from paceline_kvstore.server.store import Removed
+from paceline_kvstore.wire.tls import ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -134,14 +135,27 @@ class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, sock: socket.socket, admin: Admin, token: str | None) -> None:
+    def __init__(self, sock: socket.socket, admin: Admin, token: str | None, tls: ServerTls | None) -> None:
         super().__init__(sock.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = sock
         self.admin = admin
         self.token = token
+        self._tls = tls
         self._clients: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next client; it shakes hands in its own thread, with its first read."""
+        sock, address = super().get_request()
+        if self._tls is None:
+            return sock, address
+        try:
+            return self._tls.accept(sock), address
+        except OSError as error:
+            logger.warning("admin: no TLS for a client: %s", error)
+            sock.close()
+            raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for one more."""
@@ -163,7 +177,8 @@ class _HttpServer(ThreadingHTTPServer):
             late = [sock for sock, end in self._clients.items() if end < now]
         for sock in late:
             try:
-                sock.shutdown(socket.SHUT_RDWR)
+                # The plain socket's: a TLS socket's own would read on without TLS.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
             except OSError:
                 continue
 
@@ -245,8 +260,15 @@ class _Handler(BaseHTTPRequestHandler):
 class AdminServer:
     """Serves the routes on a listening socket, in a thread of its own."""
 
-    def __init__(self, sock: socket.socket, server: NodeServer, registry: CollectorRegistry, token: str | None) -> None:
-        self._http = _HttpServer(sock, Admin(server, registry), token)
+    def __init__(
+        self,
+        sock: socket.socket,
+        server: NodeServer,
+        registry: CollectorRegistry,
+        token: str | None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        self._http = _HttpServer(sock, Admin(server, registry), token, tls)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(_POLL_S,), daemon=True, name="admin")
 
     def start(self) -> None:

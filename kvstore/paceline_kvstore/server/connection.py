@@ -30,6 +30,7 @@ from paceline_kvstore.wire import transport
 from paceline_kvstore.wire.chunks import receive_chunk
 from paceline_kvstore.wire.frames import HELLO_BYTES_MAX, Head, ProtocolError
 from paceline_kvstore.wire.messages import Reason
+from paceline_kvstore.wire.tls import ServerTls, TlsStream
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,10 @@ class _Refused(Exception):
 class Connection:
     """Serves one socket in `run`; `stop` ends it from another thread."""
 
-    def __init__(self, sock: socket.socket, shared: Shared) -> None:
+    def __init__(self, sock: socket.socket, shared: Shared, tls: ServerTls | None = None) -> None:
         self._sock = sock
-        self._stream = transport.PlainStream(sock)
+        self._tls = tls
+        self._stream: transport.Stream = transport.PlainStream(sock)
         self._inbox = transport.Inbox(self._stream)
         self._shared = shared
         self._listing: Iterator[ChunkKey] = iter(())
@@ -95,10 +97,15 @@ class Connection:
         self._stream.stop()
 
     def _serve(self) -> None:
-        transport.tune(self._sock)
-        self._welcome()
         limits, drain = self._shared.limits, self._shared.drain
-        waiter = drain.poll(self._sock)
+        deadline = time.monotonic() + limits.hello_timeout_s
+        transport.tune(self._sock)
+        if self._tls is not None:
+            self._stream = stream = TlsStream(self._tls.accept(self._sock))
+            self._inbox = transport.Inbox(stream)
+            stream.shake_hands(deadline)
+        self._welcome(deadline)
+        waiter = drain.poll(self._stream.fileno())
         while True:
             # What a client sent before the drain began is still answered.
             if not self._inbox.has_bytes and not waiter.readable(0 if drain.is_set else limits.idle_timeout_s):
@@ -108,10 +115,9 @@ class Connection:
                     raise _Refused(Reason.DRAINING, "the server is draining: use another, or none")
             self._serve_one()
 
-    def _welcome(self) -> None:
+    def _welcome(self, deadline: float) -> None:
         """The first frame, which must be a Hello with the right token."""
         shared = self._shared
-        deadline = time.monotonic() + shared.limits.hello_timeout_s
         head = self._inbox.head(HELLO_BYTES_MAX, 0, deadline)
         hello = msg.decode_request(head.kind, self._inbox.read(head.field_bytes, deadline))
         if not isinstance(hello, msg.Hello):

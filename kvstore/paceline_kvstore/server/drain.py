@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 from threading import Lock
 
 
@@ -23,9 +22,9 @@ class DrainFlag:
                 self.is_set = True
                 os.close(self._write)
 
-    def poll(self, sock: socket.socket) -> Waiter:
+    def poll(self, descriptor: int) -> Waiter:
         """Waits for that socket or this flag."""
-        return Waiter(sock, self._read)
+        return Waiter(descriptor, self._read)
 
     def close(self) -> None:
         """Give the descriptors back; nobody may wait any more. Idempotent."""
@@ -39,8 +38,8 @@ class DrainFlag:
 class Waiter:
     """Waits for one socket or the flag."""
 
-    def __init__(self, sock: socket.socket, flag: int) -> None:
-        self._sock = sock.fileno()
+    def __init__(self, descriptor: int, flag: int) -> None:
+        self._sock = descriptor
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
         self._poll.register(flag, select.POLLIN)

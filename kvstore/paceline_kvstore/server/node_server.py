@@ -21,6 +21,7 @@ from paceline_kvstore.server.limits import Limits
 from paceline_kvstore.server.metrics import ServerMetrics, StoreCollector
 from paceline_kvstore.server.store import NodeStore
 from paceline_kvstore.wire.messages import Fail, Reason, encode_reply
+from paceline_kvstore.wire.tls import ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,10 @@ _WRITE_S = 1.0
 
 
 class NodeServer:
-    """Serves a store on listening sockets, which it closes. Without a token every client is let in."""
+    """Serves a store on listening sockets, which it closes. Without a token every client is let in.
+
+    tls: for clients over TCP; over a Unix socket there is none.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class NodeServer:
         *,
         token: str | None = None,
         limits: Limits | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         self.store = store
         self.limits = limits or Limits()
@@ -51,6 +56,7 @@ class NodeServer:
         registry.register(StoreCollector(store, buffers, self.quarantine))
         registry.register(LevelCollector(lambda: snapshot(store.tiered)))
         self._shared = Shared(store, self.limits, token, buffers, self.quarantine, metrics, self._drain)
+        self._tls = tls
         self._connections: set[Connection] = set()
         self._changed = Condition()
         self._swept = Event()
@@ -108,7 +114,7 @@ class NodeServer:
         self.store.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        waiter = self._drain.poll(listener)
+        waiter = self._drain.poll(listener.fileno())
         listener.setblocking(False)
         with listener:
             while not self._drain.is_set:
@@ -126,7 +132,7 @@ class NodeServer:
                 self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
-        connection = Connection(sock, self._shared)
+        connection = Connection(sock, self._shared, None if sock.family == socket.AF_UNIX else self._tls)
         with self._changed:
             full = len(self._connections) >= self.limits.connections
             if not full:

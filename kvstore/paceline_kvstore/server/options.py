@@ -15,6 +15,7 @@ from paceline_kvstore.config import CAPACITY_MIN, BadSettings, StoreSettings, pa
 from paceline_kvstore.opening import pinned_bytes_default
 from paceline_kvstore.server.limits import Limits
 from paceline_kvstore.wire.address import UNIX_PATH_BYTES_MAX, is_loopback
+from paceline_kvstore.wire.tls import ServerTls
 
 BACKLOG = 512
 MEMORY_DEFAULT = 1 << 30
@@ -43,6 +44,9 @@ class ServeOptions:
     port: int | None
     admin_port: int
     token_file: Path | None
+    insecure: bool
+    tls_cert: Path | None
+    tls_key: Path | None
     ttl: float | None
     max_chunk: int | None
     max_inflight: int | None
@@ -120,12 +124,14 @@ def read_token(options: ServeOptions) -> str | None:
     """The token that clients must have, None for none. Raises BadInput: nobody serves openly by mistake."""
     path = options.token_file
     if path is None:
-        if not is_loopback(options.host):
+        if not is_loopback(options.host) and not options.insecure:
             raise BadInput(
-                f"--host {options.host} is open to other machines and there is no --token-file: give one, or bind to "
-                "127.0.0.1"
+                f"--host {options.host} is open to other machines and there is no --token-file: give one, bind to "
+                "127.0.0.1, or let everybody in with --insecure"
             )
         return None
+    if options.insecure:
+        raise BadInput("--insecure and --token-file are both given: leave one of them out")
     try:
         token = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -133,6 +139,20 @@ def read_token(options: ServeOptions) -> str | None:
     if not token:
         raise BadInput(f"--token-file {path} is empty: put the token into it")
     return token
+
+
+def read_tls(options: ServeOptions) -> ServerTls | None:
+    """What TCP clients and the admin port are served with. Raises BadInput."""
+    if options.tls_cert is None and options.tls_key is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise BadInput("--tls-cert and --tls-key go together: give both, or none")
+    tls = ServerTls(options.tls_cert, options.tls_key)
+    try:
+        tls.context()
+    except OSError as error:
+        raise BadInput(f"--tls-cert {tls.cert_file}, --tls-key {tls.key_file}: can't use them: {error}") from error
+    return tls
 
 
 @dataclass(frozen=True, slots=True)

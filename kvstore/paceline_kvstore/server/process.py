@@ -12,7 +12,7 @@ from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.opening import open_store
 from paceline_kvstore.server.admin import AdminServer
 from paceline_kvstore.server.node_server import NodeServer
-from paceline_kvstore.server.options import BadInput, ServeOptions, Sockets, bind_sockets, read_token
+from paceline_kvstore.server.options import BadInput, ServeOptions, Sockets, bind_sockets, read_tls, read_token
 from paceline_kvstore.server.store import NodeStore
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ def serve(options: ServeOptions) -> int:
     """
     settings = options.read_settings()
     limits, pinned_bytes, token = options.limits(settings), options.pinned_bytes(settings), read_token(options)
+    tls = read_tls(options)
     sockets = bind_sockets(options)
     # Before there are threads: all of them inherit it, and this one takes the signals when it is ready for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP, _DRAINED})
@@ -39,8 +40,8 @@ def serve(options: ServeOptions) -> int:
         except KVStoreError as error:
             raise BadInput(str(error)) from error
         store = NodeStore(tiered, pin_seconds_max=options.max_pin_time)
-        server = NodeServer(store, sockets.clients, registry, token=token, limits=limits)
-        admin = AdminServer(sockets.admin, server, registry, token)
+        server = NodeServer(store, sockets.clients, registry, token=token, limits=limits, tls=tls)
+        admin = AdminServer(sockets.admin, server, registry, token, tls)
         try:
             server.start()
             admin.start()

@@ -27,6 +27,7 @@ from paceline_kvstore.tiers.base import Lease
 from paceline_kvstore.wire import messages as msg
 from paceline_kvstore.wire.address import Address
 from paceline_kvstore.wire.frames import ProtocolError
+from paceline_kvstore.wire.tls import ClientTls
 from paceline_kvstore.wire.transport import Slow
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,11 @@ class RemoteOptions:
 
     read_deadline: for one call of get, read_into, lease or contains, and write_deadline for one of any other, from
     first to last byte and reconnecting included. staging_bytes: reused memory for payloads that were asked for without
-    a buffer; more of them at once get memory of their own.
+    a buffer; more of them at once get memory of their own. tls: None speaks without it.
     """
 
     token: str = ""
+    tls: ClientTls | None = None
     read_connections: int = 4
     write_connections: int = 2
     read_deadline: float = 5.0
@@ -203,7 +205,7 @@ class RemoteTier:
         self._writes.close()
 
     def _connect(self, deadline: float) -> Link:
-        link = Link(self.address, self._hello, deadline)
+        link = Link(self.address, self._hello, deadline, self._options.tls)
         self._capacity = link.capacity
         return link
 

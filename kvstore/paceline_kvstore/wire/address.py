@@ -22,11 +22,6 @@ class Address:
             return f"unix://{self.path}"
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
-    @property
-    def is_private(self) -> bool:
-        """Only this machine reaches it."""
-        return bool(self.path) or is_loopback(self.host)
-
     def connect(self, timeout: float) -> socket.socket:
         """A tuned, connected socket. Raises OSError (TimeoutError after so many seconds)."""
         if self.path:

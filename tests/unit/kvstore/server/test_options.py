@@ -18,6 +18,9 @@ from paceline_kvstore.server.options import BadInput, ServeOptions, bind_sockets
     ("arguments", "complaint"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 is open to other machines and there is no --token-file"),
+        (["--token-file", "/nonexistent", "--insecure"], "--insecure and --token-file are both given"),
+        (["--tls-cert", "/nonexistent"], "--tls-cert and --tls-key go together"),
+        (["--tls-cert", "/nonexistent", "--tls-key", "/dev/null"], "--tls-key /dev/null: can't use them: [Errno 2]"),
         (["--token-file", "/nonexistent"], "can't read --token-file /nonexistent"),
         (["--token-file", "/dev/null"], "--token-file /dev/null is empty"),
         (
@@ -75,8 +78,9 @@ def test_a_bad_file_is_named_with_its_field(tmp_path: Path, document: str, compl
 def options(tmp_path: Path) -> ServeOptions:
     return ServeOptions(
         config=None, memory=1 << 20, socket=tmp_path / "kv.sock", host="127.0.0.1", port=0, admin_port=0,
-        token_file=None, ttl=None, max_chunk=1 << 20, max_inflight=1 << 20, max_connections=4, max_pinned=0,
-        max_pin_time=1.0, frame_timeout=1.0, idle_timeout=1.0, drain_timeout=1.0,
+        token_file=None, insecure=False, tls_cert=None, tls_key=None, ttl=None, max_chunk=1 << 20,
+        max_inflight=1 << 20, max_connections=4, max_pinned=0, max_pin_time=1.0, frame_timeout=1.0,
+        idle_timeout=1.0, drain_timeout=1.0,
     )  # fmt: skip
 
 
