@@ -41,7 +41,10 @@ def _open(address: Address, deadline: float, tls: ClientTls | None) -> transport
 
 
 class Link:
-    """Deadlines are on `time.monotonic`, in seconds. After any error it can't be used again."""
+    """Deadlines are on `time.monotonic`, in seconds. After any error it can't be used again.
+
+    is_outrun: another link had the answer first, so that the one due here is of no use.
+    """
 
     def __init__(self, address: Address, hello: msg.Hello, deadline: float, tls: ClientTls | None = None) -> None:
         """Connect and say hello. Raises OSError (Slow at the deadline), Refused or ProtocolError."""
@@ -50,6 +53,7 @@ class Link:
         self._last_id = self._answered_id = 0
         self.chunk_bytes_max = 2**63
         self.used = False
+        self.is_outrun = False
         try:
             welcome, _ = self.ask(hello, deadline)
             if not isinstance(welcome, msg.Welcome):
@@ -95,6 +99,17 @@ class Link:
         """Send a request, also before earlier ones were answered. Raises OSError."""
         self._last_id += 1
         self._stream.send([msg.encode_request(self._last_id, request)], deadline)
+
+    def answers_by(self, deadline: float) -> bool:
+        """Wait for the next reply to begin; False if it has not by then. Raises OSError."""
+        try:
+            self._inbox.wait(deadline)
+        except transport.Slow:
+            return False
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
     def collect(self, deadline: float) -> tuple[msg.Reply, Head]:
         """The fields of the next reply, in the order of the requests. Raises as `ask`."""

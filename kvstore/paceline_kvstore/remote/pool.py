@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from threading import Condition
 
+from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.remote.link import Link
 from paceline_kvstore.wire.transport import Slow
 
@@ -73,6 +74,34 @@ class LinkPool:
         with self._changed:
             self._backoff.succeeded()
         return link
+
+    def spare(self, deadline: float) -> Link | None:
+        """A link for a second try beside one that is under way, or None if there is none without waiting for others.
+
+        That it could not be made says nothing of the server that the first try doesn't.
+        """
+        with self._changed:
+            if self._closed or not self._free():
+                return None
+            self._taken += 1
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._connect(deadline)
+        except BaseException as error:
+            with self._changed:
+                self._taken -= 1
+                self._changed.notify()
+            if isinstance(error, (OSError, KVStoreError)):
+                return None
+            raise
+
+    def discard(self, link: Link) -> None:
+        """The caller's link is of no use any more, through no fault of the server."""
+        with self._changed:
+            self._taken -= 1
+            self._changed.notify()
+        link.close()
 
     def give_back(self, link: Link) -> None:
         """The caller is done with a link that works."""

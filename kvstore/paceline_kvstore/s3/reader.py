@@ -19,9 +19,9 @@ import numpy as np
 
 from paceline_kvstore.breaker import Outcome
 from paceline_kvstore.errors import CorruptChunk, TierFault
+from paceline_kvstore.policy.hedge import HedgePolicy
 from paceline_kvstore.s3.client import Abandoned, Bucket, Missing, Sink
 from paceline_kvstore.s3.counts import Counts
-from paceline_kvstore.s3.hedge import HedgePolicy
 from paceline_kvstore.s3.pack import PEEK_BYTES, Span
 from paceline_kvstore.s3.settings import S3Settings
 

@@ -22,6 +22,7 @@ from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.remote.link import Link, Refused
 from paceline_kvstore.remote.pool import Backoff, LinkPool
+from paceline_kvstore.remote.race import Race
 from paceline_kvstore.stats import TierStats
 from paceline_kvstore.tiers.base import Lease
 from paceline_kvstore.wire import messages as msg
@@ -45,7 +46,8 @@ class RemoteOptions:
 
     read_deadline: for one call of get, read_into, lease or contains, and write_deadline for one of any other, from
     first to last byte and reconnecting included. staging_bytes: reused memory for payloads that were asked for without
-    a buffer; more of them at once get memory of their own. tls: None speaks without it.
+    a buffer; more of them at once get memory of their own. tls: None speaks without it. hedge_share: of get, read_into
+    and lease, how many may be asked for a second time because the first answer is late.
     """
 
     token: str = ""
@@ -57,6 +59,7 @@ class RemoteOptions:
     backoff: float = 0.05
     backoff_max: float = 2.0
     staging_bytes: int = 64 << 20
+    hedge_share: float = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class RemoteTier:
         backoff = Backoff(options.backoff, options.backoff_max)
         self._reads = LinkPool(options.read_connections, self._connect, backoff)
         self._writes = LinkPool(options.write_connections, self._connect, backoff)
+        self.race = Race(self._reads, options.hedge_share)
         self._staging = Arena(options.staging_bytes)
         self._lock = Lock()
         self._stats = TierStats()
@@ -218,8 +222,17 @@ class RemoteTier:
         return found
 
     def _fetch(self, link: Link, end: float, key: ChunkKey, target: memoryview | None) -> _Found | None:
-        link.post(msg.Get(key, _ANY_SIZE if target is None else len(target), _milliseconds(end)), end)
-        return self._receive(link, end, key, target)
+        request = msg.Get(key, _ANY_SIZE if target is None else len(target), _milliseconds(end))
+        first = self.race.ask(link, request, end)
+        if first is link:
+            return self._receive(link, end, key, target)
+        try:
+            found = self._receive(first, end, key, target)
+        except BaseException:
+            self._reads.discard(first)
+            raise
+        self._reads.give_back(first)
+        return found
 
     def _fetch_many(self, link: Link, end: float, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[_Found | None]:
         found: list[_Found | None] = []
@@ -334,7 +347,7 @@ class RemoteTier:
                 pool.drop(link)
                 raise
             else:
-                pool.give_back(link)
+                (pool.discard if link.is_outrun else pool.give_back)(link)
                 return answer
         return None
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline_kvstore import ChunkKey, CorruptChunk, KVStoreError, UnsupportedVersion, codec
-from paceline_kvstore.s3 import hedge, names, pack
-from paceline_kvstore.s3.hedge import HedgePolicy
+from paceline_kvstore.policy import hedge
+from paceline_kvstore.policy.hedge import HedgePolicy
+from paceline_kvstore.s3 import names, pack
 from paceline_kvstore.s3.lifecycle import lifecycle
 from paceline_kvstore.s3.pack import Span
 from paceline_kvstore.s3.places import Places

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline_kvstore import ChunkKey
+from paceline_kvstore import ChunkKey, codec
 from paceline_kvstore.remote.pool import Backoff
 from paceline_kvstore.tiers import MemoryTier
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from paceline_kvstore.wire import messages as msg
+from paceline_kvstore.wire import transport
 from paceline_kvstore.wire.address import Address, is_loopback, parse_address
 
 Key = Callable[..., ChunkKey]
@@ -185,6 +189,56 @@ def test_a_chain_shares_one_deadline(impostor: Any, key: Key) -> None:
     assert tier.read_many([(key(number), bytearray(10)) for number in range(9)], deadline=0.05) == 0
     assert (tier.stats.errors, tier.stats.misses) == (1, 9)
     release.set()
+
+
+class Stalling:
+    """Answers every get with one chunk, but the first one after `stalls` was set, until `release` is."""
+
+    def __init__(self, key: ChunkKey) -> None:
+        self.stalls, self.release = threading.Event(), threading.Event()
+        chunk = bytes(codec.encode(key, CHUNK))
+        self.answer = chunk[codec.HEADER_BYTES :] + chunk[: codec.HEADER_BYTES]
+
+    def __call__(self, sock: socket.socket) -> None:
+        welcome(sock)
+        inbox = transport.Inbox(transport.PlainStream(sock))
+        for request_id in itertools.count(2):
+            head = inbox.head(1000, 0, time.monotonic() + 60)
+            inbox.read(head.field_bytes, time.monotonic() + 60)
+            if self.stalls.is_set():
+                self.stalls.clear()
+                self.release.wait(60)
+            sock.sendall(msg.encode_reply(request_id, msg.Hit(), len(self.answer)) + self.answer)
+
+
+def test_a_late_answer_is_asked_for_again_over_another_connection(impostor: Any, key: Key) -> None:
+    say = Stalling(key(1))
+    # With half of the gets there is always a second one left, however busy the machine made the first ones late.
+    tier = connect(impostor(say).address, RemoteOptions(read_connections=2, read_deadline=60.0, hedge_share=0.5))
+    for _ in range(40):
+        assert tier.get(key(1)) == CHUNK
+    for stall in range(1, 4):
+        before = tier.race.num_won
+        say.stalls.set()
+        assert tier.get(key(1)) == CHUNK and tier.race.num_won == before + 1
+        assert (tier.stats.hits, tier.stats.errors) == (40 + stall, 0)
+    say.release.set()
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: bytes(tier.get(key(1)) or b""), range(20))) == {CHUNK}, "no connection was lost"
+
+
+def test_second_tries_have_a_bound_however_slow_the_server_is(impostor: Any, key: Key) -> None:
+    def say(sock: socket.socket) -> None:
+        welcome(sock)
+        for request_id in itertools.count(2):
+            sock.recv(1000)
+            threading.Event().wait(0.005)
+            sock.sendall(msg.encode_reply(request_id, msg.Miss()))
+
+    tier = connect(impostor(say).address, RemoteOptions(read_connections=2, read_deadline=60.0, hedge_share=0.05))
+    for _ in range(100):
+        assert tier.get(key(1)) is None
+    assert tier.race.num_hedges <= 5 and tier.stats.errors == 0
 
 
 def test_a_server_that_is_away_is_not_asked_again_at_once(impostor: Any, key: Key) -> None:

@@ -1,7 +1,8 @@
 """When a read that takes long is asked for a second time (Dean and Barroso, "The Tail at Scale", CACM 2013).
 
 After the 95th percentile of the latest reads of that size; at most `share` of all reads, so that a slow server is not
-made slower. Pure: durations are arguments. Not safe for threads.
+made slower. Whether a duration is that of a whole read or of its first byte is the caller's choice. Pure: durations are
+arguments. Not safe for threads.
 """
 
 from __future__ import annotations
