@@ -6,6 +6,7 @@ On a clock of the test's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,24 @@ def test_a_drain_leaves_all_on_disk(over_disk: Callable[[], NodeStore]) -> None:
     assert store.where([key(1)]) == [("memory",)]
     assert store.drain(20)
     assert held(over_disk()) == {1, 2}
+
+
+def test_a_bucket_is_a_tier_like_the_others(s3_url: str, bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "AWS_ACCESS_KEY_ID").write_text("key")
+    (tmp_path / "AWS_SECRET_ACCESS_KEY").write_text("secret")
+    s3 = {"bucket": bucket, "prefix": "node-store", "endpoint": s3_url, "credentialsDir": str(tmp_path)}
+    document = parse_settings({"memory": {"capacity": "1Mi"}, "s3": s3})
+    keys = [key(number) for number in range(1, 5)]
+    with closing(NodeStore(open_store(document))) as store:
+        put_twice(store, 1, 2, 3, tenant="a")
+        assert store.where(keys) == [("memory", "s3")] * 3 + [()]
+    # Another node: nothing but the bucket.
+    with closing(NodeStore(open_store(document))) as other:
+        assert other.tier.get(keys[0]) == bytes([1]) * PAGE
+        assert other.where(keys) == [("s3",)] * 3 + [()]
+        assert other.pin("transfer", keys, 30) == 3, "they stay for as long as the bucket keeps them"
+        assert other.clear(tenant="a").count == 3
+        assert other.where(keys) == [()] * 4
 
 
 def test_a_purge_that_a_tier_did_not_hear_of_says_so(clock: Clock) -> None:
