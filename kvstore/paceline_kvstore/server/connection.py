@@ -193,7 +193,11 @@ class Connection:
         self._stream.send([msg.encode_reply(request_id, reply)], self._reply_deadline())
 
     def _send_chunk(self, request_id: int, request: msg.Get) -> str:
-        lease = self._shared.store.tier.lease(request.key, deadline=request.milliseconds / 1000)
+        tier, seconds = self._shared.store.tier, request.milliseconds / 1000
+        if request.tenant is None:
+            lease = tier.lease(request.key, deadline=seconds)
+        else:
+            lease = tier.lease_of(request.key, (request.parent, request.tenant), deadline=seconds)
         if lease is None:
             self._reply(request_id, msg.Miss())
             return "miss"

@@ -28,6 +28,8 @@ from paceline_kvstore.tiers.base import (
     Lease,
     Listener,
     Observable,
+    Origin,
+    Promoting,
     Tier,
     Traceable,
     layer,
@@ -125,6 +127,8 @@ class Level:
         self._indexed = layer(tier, Indexed)
         # Not one inside a wrapper: what is received into its memory would not be sealed.
         self._fillable = tier if isinstance(tier, FillableTier) else None
+        # Nor here: what is inside must not be read past the wrapper.
+        self._promoting = tier if isinstance(tier, Promoting) else None
         self._listener: Listener | None = None
         self._clock = clock
         self._lock = Lock()
@@ -187,15 +191,19 @@ class Level:
                     self._known.discard(keys[found])
         return found
 
-    def read(self, key: ChunkKey, deadline_s: float) -> memoryview | None:
-        """The payload, valid as long as it is referenced, or None."""
-        lease = self.lease(key, deadline_s)
+    def read(self, key: ChunkKey, deadline_s: float, origin: Origin | None = None) -> memoryview | None:
+        """The payload, valid as long as it is referenced, or None. origin: the chunk's, where the caller knows it."""
+        lease = self.lease(key, deadline_s, origin)
         return None if lease is None else lease.payload
 
-    def lease(self, key: ChunkKey, deadline_s: float) -> Lease | None:
+    def lease(self, key: ChunkKey, deadline_s: float, origin: Origin | None = None) -> Lease | None:
         """A read, as the tier answers it."""
         begun = self._clock()
-        lease = self._call(lambda: self.tier.lease(key, deadline=deadline_s), None)
+        tier = self._promoting
+        if tier is None or origin is None:
+            lease = self._call(lambda: self.tier.lease(key, deadline=deadline_s), None)
+        else:
+            lease = self._call(lambda: tier.lease_of(key, origin, deadline=deadline_s), None)
         now = self._clock()
         if lease is None:
             with self._lock:
@@ -256,7 +264,7 @@ class Level:
             self._made(key, is_held=False)
         return deleted
 
-    def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None:
+    def origin(self, key: ChunkKey) -> Origin | None:
         """The parent and the tenant that a chunk was put with, if the tier has it and remembers."""
         return None if self._traced is None else self._traced.origin(key)
 

@@ -355,11 +355,12 @@ class TieredStore:
         """In a reader's thread."""
         if not fetch.wants(index):
             return
-        payload = level.read(chunk.key, fetch.until - self.clock())
+        origin = chunk.parent, chunk.tenant
+        payload = level.read(chunk.key, fetch.until - self.clock(), origin)
         if payload is None:
             other = self._find(chunk.key)
             if other is not None and other is not level:
-                level, payload = other, other.read(chunk.key, fetch.until - self.clock())
+                level, payload = other, other.read(chunk.key, fetch.until - self.clock(), origin)
         if not fetch.deliver(index, payload, level.name) and payload is not None:
             level.count(late=1)
         if payload is not None:

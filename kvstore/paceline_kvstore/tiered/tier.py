@@ -12,7 +12,7 @@ from paceline_kvstore.stats import TierStats
 from paceline_kvstore.tiered.level import Level
 from paceline_kvstore.tiered.store import FETCH_SECONDS, PROBE_SECONDS, TieredStore
 from paceline_kvstore.tiered.writes import Chunk
-from paceline_kvstore.tiers.base import Filling, Lease
+from paceline_kvstore.tiers.base import Filling, Lease, Origin
 
 
 class StoreTier:
@@ -81,7 +81,14 @@ class StoreTier:
         return len(payload)
 
     def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
-        lease = self._find(key, deadline)
+        return self._lease(key, None, deadline)
+
+    def lease_of(self, key: ChunkKey, origin: Origin, *, deadline: float | None = None) -> Lease | None:
+        """Implements `Promoting`: the chunk goes up also from a level that doesn't remember whose it is."""
+        return self._lease(key, origin, deadline)
+
+    def _lease(self, key: ChunkKey, origin: Origin | None, deadline: float | None) -> Lease | None:
+        lease = self._find(key, origin, deadline)
         with self._lock:
             self._own.hits += lease is not None
             self._own.misses += lease is None
@@ -141,7 +148,7 @@ class StoreTier:
             return True
         return any(level.options.is_indexed and level.has(key) for level in self.store.levels)
 
-    def _find(self, key: ChunkKey, deadline: float | None) -> Lease | None:
+    def _find(self, key: ChunkKey, origin: Origin | None, deadline: float | None) -> Lease | None:
         """From the first level that has it, in the time that there is for it."""
         self.store.expire()
         staged = self.store.writes.find(key)
@@ -155,9 +162,9 @@ class StoreTier:
             # To look into memory is to read it; elsewhere a look spares a read.
             if options.is_indexed and not options.is_immediate and not level.has(key):
                 continue
-            lease = level.lease(key, max(0.0, until - self.store.clock()))
+            lease = level.lease(key, max(0.0, until - self.store.clock()), origin)
             if lease is not None:
-                self._spread(level, key, lease.payload, epoch)
+                self._spread(level, key, lease.payload, origin, epoch)
                 return lease
         return None
 
@@ -168,11 +175,11 @@ class StoreTier:
         if lease is not None:
             self.store.spread(first, Chunk(key, lease.payload, parent, tenant))
 
-    def _spread(self, level: Level, key: ChunkKey, payload: memoryview, epoch: int) -> None:
+    def _spread(self, level: Level, key: ChunkKey, payload: memoryview, origin: Origin | None, epoch: int) -> None:
         """Only where the owner is known: a copy without it would outlive the tenant's purge."""
         if len(self.store.levels) == 1:
             return
-        origin = level.origin(key)
+        origin = level.origin(key) or origin
         if origin is not None:
             self.store.spread(level, Chunk(key, payload, *origin), epoch)
 

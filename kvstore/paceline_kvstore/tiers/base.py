@@ -105,11 +105,24 @@ class Pinning(Protocol):
         ...
 
 
+Origin = tuple[ChunkKey | None, str]
+"""The chunk before one in its chain, and the tenant that owns it: what it was put with."""
+
+
 @runtime_checkable
 class Traceable(Protocol):
-    """A tier that remembers the parent and the tenant that its chunks were put with."""
+    """A tier that remembers what its chunks were put with."""
 
-    def origin(self, key: ChunkKey) -> tuple[ChunkKey | None, str] | None: ...
+    def origin(self, key: ChunkKey) -> Origin | None: ...
+
+
+@runtime_checkable
+class Promoting(Protocol):
+    """A tier that keeps nearer copies of what it is asked for, if the caller says whose they are."""
+
+    def lease_of(self, key: ChunkKey, origin: Origin, *, deadline: float | None = None) -> Lease | None:
+        """As `lease`."""
+        ...
 
 
 _Layer = TypeVar("_Layer")

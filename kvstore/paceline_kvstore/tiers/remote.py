@@ -24,7 +24,7 @@ from paceline_kvstore.remote.link import Link, Refused
 from paceline_kvstore.remote.pool import Backoff, LinkPool
 from paceline_kvstore.remote.race import Race
 from paceline_kvstore.stats import TierStats
-from paceline_kvstore.tiers.base import Lease
+from paceline_kvstore.tiers.base import Lease, Origin
 from paceline_kvstore.wire import messages as msg
 from paceline_kvstore.wire.address import Address
 from paceline_kvstore.wire.frames import ProtocolError
@@ -125,19 +125,22 @@ class RemoteTier:
         return bool(kept)
 
     def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
-        found = self._read(key, None, deadline)
-        return None if found is None or found.payload is None else found.payload.toreadonly()
+        lease = self._lease(key, None, deadline)
+        return None if lease is None else lease.payload
 
     def read_into(self, key: ChunkKey, target: bytearray | memoryview, *, deadline: float | None = None) -> int | None:
         view = codec.as_bytes(target)
-        found = self._read(key, view, deadline)
+        found = self._read(key, view, None, deadline)
         if found is not None and found.payload is None:
             raise ValueError(f"the payload has {found.size} bytes, the buffer {len(view)}")
         return None if found is None else found.size
 
     def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
-        payload = self.get(key, deadline=deadline)
-        return None if payload is None else Lease(payload)
+        return self._lease(key, None, deadline)
+
+    def lease_of(self, key: ChunkKey, origin: Origin, *, deadline: float | None = None) -> Lease | None:
+        """Implements `Promoting`: the server keeps in memory what it had to read from disk or S3."""
+        return self._lease(key, origin, deadline)
 
     def read_many(
         self, wanted: Sequence[tuple[ChunkKey, bytearray | memoryview]], *, deadline: float | None = None
@@ -213,16 +216,29 @@ class RemoteTier:
         self._capacity = link.capacity
         return link
 
-    def _read(self, key: ChunkKey, target: memoryview | None, deadline: float | None) -> _Found | None:
+    def _lease(self, key: ChunkKey, origin: Origin | None, deadline: float | None) -> Lease | None:
+        found = self._read(key, None, origin, deadline)
+        return None if found is None or found.payload is None else Lease(found.payload.toreadonly())
+
+    def _read(
+        self, key: ChunkKey, target: memoryview | None, origin: Origin | None, deadline: float | None
+    ) -> _Found | None:
         seconds = self._options.read_deadline if deadline is None else deadline
-        found = self._call(self._reads, seconds, self._fetch, key, target)
+        found = self._call(self._reads, seconds, self._fetch, key, target, origin or (None, None))
         with self._lock:
             self._stats.hits += found is not None
             self._stats.misses += found is None
         return found
 
-    def _fetch(self, link: Link, end: float, key: ChunkKey, target: memoryview | None) -> _Found | None:
-        request = msg.Get(key, _ANY_SIZE if target is None else len(target), _milliseconds(end))
+    def _fetch(
+        self,
+        link: Link,
+        end: float,
+        key: ChunkKey,
+        target: memoryview | None,
+        origin: tuple[ChunkKey | None, str | None],
+    ) -> _Found | None:
+        request = msg.Get(key, _ANY_SIZE if target is None else len(target), _milliseconds(end), *origin)
         first = self.race.ask(link, request, end)
         if first is link:
             return self._receive(link, end, key, target)

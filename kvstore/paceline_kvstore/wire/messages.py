@@ -75,11 +75,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Send a chunk, if its payload has at most `capacity` bytes. The client waits for so many milliseconds."""
+    """Send a chunk, if its payload has at most `capacity` bytes. The client waits for so many milliseconds.
+
+    parent, tenant: what the chunk was put with, for copies that the server makes of it; without a tenant it makes none
+    of a chunk whose owner it doesn't know.
+    """
 
     key: ChunkKey
     capacity: int
     milliseconds: int
+    parent: ChunkKey | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +191,11 @@ def encode_request(request_id: int, request: Request, payload_bytes: int = 0) ->
 
 def _request_fields(request: Request) -> bytes:
     match request:
-        case Get(key, capacity, milliseconds):
-            return key.to_bytes() + number_field(capacity) + number_field(milliseconds)
+        case Get(key, capacity, milliseconds, parent, tenant):
+            numbers = key.to_bytes() + number_field(capacity) + number_field(milliseconds)
+            flags = bytes([(parent is not None) | (tenant is not None) << 1])
+            ends = (b"" if parent is None else parent.to_bytes()) + (b"" if tenant is None else text_field(tenant))
+            return numbers + flags + ends
         case Hello(token):
             return text_field(token)
         case Put(key, parent, tenant, durable):
@@ -225,12 +234,15 @@ def decode_request(kind: int, body: bytes) -> Request:
 def _read_request(op: Op, reader: FieldReader) -> Request:
     match op:
         case Op.GET:
-            return Get(reader.key("key"), reader.number("capacity"), reader.number("milliseconds"))
+            key, capacity, milliseconds = reader.key("key"), reader.number("capacity"), reader.number("milliseconds")
+            flags = reader.byte("flags", 3)
+            parent = reader.key("parent") if flags & 1 else None
+            return Get(key, capacity, milliseconds, parent, _tenant(reader) if flags & 2 else None)
         case Op.HELLO:
             return Hello(reader.text("token", TOKEN_BYTES_MAX))
         case Op.PUT:
             key, flags = reader.key("key"), reader.byte("flags", 3)
-            tenant = reader.text("tenant", TENANT_BYTES_MAX)
+            tenant = _tenant(reader)
             return Put(key, reader.key("parent") if flags & 2 else None, tenant, bool(flags & 1))
         case Op.CONTAINS:
             milliseconds = reader.number("milliseconds")
@@ -240,7 +252,7 @@ def _read_request(op: Op, reader: FieldReader) -> Request:
         case Op.CLEAR:
             flags = reader.byte("flags", 3)
             namespace = reader.raw("namespace", DIGEST_BYTES) if flags & 1 else None
-            return Clear(namespace, reader.text("tenant", TENANT_BYTES_MAX) if flags & 2 else None)
+            return Clear(namespace, _tenant(reader) if flags & 2 else None)
         case Op.KEYS:
             return Keys(bool(reader.byte("restart", 1)))
         case Op.STATS:
@@ -254,6 +266,10 @@ def _read_request(op: Op, reader: FieldReader) -> Request:
             return Unpin(_holder(reader))
         case Op.EXTEND:
             return Extend(_holder(reader), reader.number("milliseconds"))
+
+
+def _tenant(reader: FieldReader) -> str:
+    return reader.text("tenant", TENANT_BYTES_MAX)
 
 
 def _holder(reader: FieldReader) -> str:

@@ -7,12 +7,18 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline_kvstore import ChunkKey, codec
-from paceline_kvstore.server.store import Pinned
+from paceline_kvstore.config import parse_settings
+from paceline_kvstore.opening import open_store
+from paceline_kvstore.server.node_server import NodeServer
+from paceline_kvstore.server.store import NodeStore, Pinned
 from paceline_kvstore.tiers import Tier
 from paceline_kvstore.wire import messages as msg
 from paceline_kvstore.wire.frames import HEAD_BYTES, Head
@@ -434,3 +440,26 @@ def test_a_drain_has_a_limit(node: Any, key: Key, wait: Wait) -> None:
     assert not node.server.drain(0.05)
     node.server.close()
     assert raw.ended() and node.server.num_connections == 0
+
+
+def test_what_had_to_come_from_disk_is_kept_in_memory_for_its_tenant(tmp_path: Path, key: Key) -> None:
+    document = {"memory": {"capacity": "1Mi"}, "disk": {"path": str(tmp_path / "kv"), "capacity": "8Mi"}}
+    with closing(NodeStore(open_store(parse_settings(document)))) as store:
+        for number in (1, 2):
+            assert store.tier.put(key(number), b"x" * PAGE, tenant="acme", durable=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "kv.sock"))
+    listener.listen()
+    store = NodeStore(open_store(parse_settings(document)))
+    server = NodeServer(store, [listener], CollectorRegistry())
+    server.start()
+    settings = parse_settings({"node": {"address": f"unix://{tmp_path / 'kv.sock'}"}, "reuse": "always"})
+    with closing(server), closing(open_store(settings)) as engine:
+        lookup = engine.lookup([key(1), key(2)])
+        assert lookup.wait(60)
+        fetch = engine.fetch(lookup.plan, 60, tenant="acme")
+        assert fetch.wait(60) and [bytes(lease.payload) for _, lease in fetch.poll()] == [b"x" * PAGE] * 2
+        assert engine.levels[0].tier.get(key(2)) == b"x" * PAGE, "it came from disk once"
+        assert store.tier.flush()
+        assert store.where([key(1), key(2)]) == [("memory", "disk")] * 2
+        assert store.clear(tenant="acme").count == 4, "a purge finds the copies"

@@ -23,7 +23,7 @@ HOLDER = st.text(max_size=30)
 
 REQUEST = st.one_of(
     st.builds(msg.Hello, st.text(max_size=200)),
-    st.builds(msg.Get, KEY, U64, U64),
+    st.builds(msg.Get, KEY, U64, U64, st.none() | KEY, st.none() | TENANT),
     st.builds(msg.Put, KEY, st.none() | KEY, TENANT, st.booleans()),
     st.builds(msg.Contains, KEYS, U64),
     st.builds(msg.Delete, KEY),
