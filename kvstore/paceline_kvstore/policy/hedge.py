@@ -7,12 +7,27 @@ arguments. Not safe for threads.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 
 QUANTILE = 0.95
 SAMPLES = 64
 LEAST_SAMPLES = 20
 BURST = 4.0
+
+
+class _Latest:
+    """The latest SAMPLES durations, by time and by length."""
+
+    def __init__(self) -> None:
+        self.by_time: deque[float] = deque()
+        self.by_length: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        if len(self.by_time) == SAMPLES:
+            del self.by_length[bisect_left(self.by_length, self.by_time.popleft())]
+        self.by_time.append(seconds)
+        insort(self.by_length, seconds)
 
 
 class HedgePolicy:
@@ -23,19 +38,22 @@ class HedgePolicy:
             raise ValueError(f"the share of hedged reads must be 0 to 0.5, it is {share}")
         self._share = share
         self._budget = 0.0
-        self._seconds: dict[int, deque[float]] = {}
+        self._seconds: dict[int, _Latest] = {}
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """A read of that size ended well and took `seconds`."""
-        self._seconds.setdefault(num_bytes.bit_length(), deque(maxlen=SAMPLES)).append(seconds)
+        latest = self._seconds.get(num_bytes.bit_length())
+        if latest is None:
+            latest = self._seconds[num_bytes.bit_length()] = _Latest()
+        latest.add(seconds)
 
     def begin(self, num_bytes: int) -> float | None:
         """A read of that size begins: seconds until a second one is worth asking `spend` for, or None: never."""
         self._budget = min(self._budget + self._share, BURST)
-        samples = self._seconds.get(num_bytes.bit_length(), ())
-        if len(samples) < LEAST_SAMPLES:
+        latest = self._seconds.get(num_bytes.bit_length())
+        if latest is None or len(latest.by_length) < LEAST_SAMPLES:
             return None
-        return sorted(samples)[int(len(samples) * QUANTILE)]
+        return latest.by_length[int(len(latest.by_length) * QUANTILE)]
 
     def spend(self) -> bool:
         """Take one second read from the budget; False if it is used up."""
