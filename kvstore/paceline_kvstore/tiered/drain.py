@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from threading import Semaphore
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Event
 
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.tiered.level import Level
@@ -22,26 +23,15 @@ class Drain:
         """Wait for the writers, then have every durable level flush, side by side; whether all did in time."""
         if not self._wait_idle(until):
             return False
-        answers: list[bool] = []
-        ended = Semaphore(0)
-        for level in self._durable:
-
-            def run(level: Level = level) -> None:
-                answers.append(level.flush())
-                ended.release()
-
-            if not level.writes.submit(Job(run, ended.release, 0)):
-                ended.release()
-        for _ in self._durable:
-            ended.acquire(timeout=left(until))
-        return len(answers) == len(self._durable) and all(answers)
+        begun = [_begin(level, level.flush) for level in self._durable]
+        return sum(wait(until) for wait in begun) == len(begun)
 
     def run(self, until: float) -> bool:
         """Write what only passing levels have to the first durable one, chains from their start; then `flush`."""
         done = self._wait_idle(until)
         for level in self._levels if self._durable else ():
             if not level.options.is_durable:
-                done &= self._move(level, self._durable[0], until)
+                done &= _begin(self._durable[0], partial(self._move, level, self._durable[0], until))(until)
         return self.flush(until) and done
 
     def _wait_idle(self, until: float) -> bool:
@@ -69,3 +59,19 @@ class Drain:
             return target.write(key, payload, parent, tenant, durable=False) or (
                 target.flush() and target.write(key, payload, parent, tenant, durable=False)
             )
+
+
+def _begin(level: Level, work: Callable[[], bool]) -> Callable[[float], bool]:
+    """Have a writer of the level do it, for the place may hang; what waits for its answer: False if there is none."""
+    answers: list[bool] = []
+    ended = Event()
+
+    def run() -> None:
+        try:
+            answers.append(work())
+        finally:
+            ended.set()
+
+    if not level.writes.submit(Job(run, ended.set, 0)):
+        ended.set()
+    return lambda until: ended.wait(left(until)) and bool(answers) and answers[0]

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from threading import Lock
+from threading import Lock, Thread
 from typing import TypeVar
 
 from paceline_kvstore.codec import Buffer
@@ -35,6 +35,7 @@ from paceline_kvstore.tiers.base import (
     layer,
 )
 from paceline_kvstore.tiers.guarded import GuardedTier
+from paceline_kvstore.waiting import left
 
 MIB = 1 << 20
 NAMES_REMEMBERED = 65_536
@@ -319,11 +320,15 @@ class Level:
         return self._call(self.tier.flush, False)
 
     def close(self, until: float) -> bool:
-        """Stop the pools; close the tier unless a thread is still inside it."""
+        """Stop the pools; close the tier unless a thread is still inside it. False if that takes longer."""
         stopped = [pool.close(until) for pool in (self.reads, self.writes)]
-        if all(stopped):
-            self._call(self.tier.close, None)
-        return all(stopped)
+        if not all(stopped):
+            return False
+        # A daemon: a device that hangs must not keep the process from ending.
+        closing = Thread(target=self._call, args=(self.tier.close, None), name=f"kv-{self.name}-close", daemon=True)
+        closing.start()
+        closing.join(left(until))
+        return not closing.is_alive()
 
     def _read(self, num_bytes: int, seconds: float, now: float) -> None:
         with self._lock:

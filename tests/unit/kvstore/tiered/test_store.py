@@ -387,6 +387,23 @@ def test_flush_says_whether_all_became_durable_in_time(
     assert store.flush(SECONDS)
 
 
+def test_an_end_is_in_time_though_the_place_hangs(make_store: Make, held: Any, key: Keys, payload: Payloads) -> None:
+    store = make_store(other=(held, {"is_durable": True, "needs_second_offer": True}))
+    offer(store, [key(1)], payload)
+    settled(store)
+    held.writes.shut()
+    assert not store.drain(0.05), "memory alone has the chunk"
+    held.writes.wait_entered()
+    assert store.levels[1].writes.num_jobs == 1, "a thread of the level's still waits for the place"
+    held.writes.set()
+    settled(store)
+    assert store.drain(SECONDS) is False and held.get(key(1)) == payload(key(1)), "memory promises nothing by itself"
+    held.lookups.shut()
+    held.close = held.lookups.enter
+    assert not store.close(0.05)
+    held.lookups.wait_entered()
+
+
 def test_events_add_up_to_what_each_level_holds(make_store: Make, key: Keys, payload: Payloads) -> None:
     held: dict[str, set[ChunkKey]] = {"memory": set(), "disk": set()}
 
