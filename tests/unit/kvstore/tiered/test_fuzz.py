@@ -185,6 +185,8 @@ def _check_all_is_over(store: TieredStore) -> None:
         until.wait(0.002)
     assert len(store.writes) == 0
     assert store.leases.num == store.leases.num_bytes == 0
+    now = store.clock()
+    assert store.pins.num_holders(now) == store.pins.num_keys(now) == store.pins.num_bytes(now) == 0
     memory, disk, _ = store.levels
     memory.tier.check_integrity()  # type: ignore[attr-defined]
     disk.tier.check_integrity()  # type: ignore[attr-defined]
