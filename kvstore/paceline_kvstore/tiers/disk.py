@@ -143,7 +143,8 @@ class DiskTier:
             held = self._catalog.place(slot).segment if slot else None
             if slot:
                 self._catalog.index.touch(slot)
-        if held is not None:
+        # Of a record from before a crash only the header was looked at.
+        if held is not None and (not durable or self._load(key, self._buffer) is not None):
             return not durable or self._writer.sync(held)
         if len(source) > PAYLOAD_MAX or record_bytes(len(source)) > self._capacity // 4 or not self.writable:
             return self._refused()
@@ -255,7 +256,14 @@ class DiskTier:
                 raise CorruptChunk(f"{self._catalog.bytes_used} bytes are used, the capacity is {self._capacity}")
 
     def _read(self, key: ChunkKey, buffer: Callable[[int], Bytes]) -> Bytes | None:
-        """The payload in a buffer that the caller makes for its size, or None."""
+        """The payload in a buffer that the caller makes for its size, or None; counted."""
+        payload = self._load(key, buffer)
+        with self._catalog.lock:
+            self._catalog.stats.hits += payload is not None
+            self._catalog.stats.misses += payload is None
+        return payload
+
+    def _load(self, key: ChunkKey, buffer: Callable[[int], Bytes]) -> Bytes | None:
         wire = key.to_bytes()
         tried: Place | None = None
         while (place := self._look(wire)) is not None and place != tried:
@@ -268,11 +276,7 @@ class DiskTier:
                 self._drop_bad(wire, place, key, error)
                 tried = place
                 continue
-            with self._catalog.lock:
-                self._catalog.stats.hits += 1
             return target
-        with self._catalog.lock:
-            self._catalog.stats.misses += 1
         return None
 
     def _look(self, wire: bytes) -> Place | None:

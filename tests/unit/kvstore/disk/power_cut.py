@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +36,17 @@ class Call:
 
 
 class Recorder:
-    """Wraps the calls of `os` while it is patched in. One thread at a time."""
+    """Wraps the calls of `os` while it is patched in. One thread at a time. What the folder has already is safe."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.calls: list[Call] = []
         self._numbers: dict[int, int] = {}
         self._last = FOLDER
         self._patch = monkeypatch
+        for path in sorted(folder.iterdir()):
+            self._add(path, path.stat().st_ino)
+            self.calls += [Call("write", self._last, data=path.read_bytes()), Call("sync", self._last)]
+        self.calls.append(Call("sync"))
         for name in ("open", "pwritev", "ftruncate", "fdatasync", "fsync", "rename", "unlink"):
             self._wrap(name, getattr(self, f"_{name}"))
 
@@ -65,9 +70,12 @@ class Recorder:
 
     def _open(self, path: Any, *_: Any, fd: int, is_new: bool) -> None:
         if is_new:
-            self._last += 1
-            self._numbers[os.fstat(fd).st_ino] = self._last
-            self.calls.append(Call("name", self._last, target=Path(path).name))
+            self._add(Path(path), os.fstat(fd).st_ino)
+
+    def _add(self, path: Path, inode: int) -> None:
+        self._last += 1
+        self._numbers[inode] = self._last
+        self.calls.append(Call("name", self._last, target=path.name))
 
     def _pwritev(self, fd: int, parts: Any, offset: int) -> None:
         self.calls.append(Call("write", self._number(fd), offset, b"".join(parts)))
@@ -102,10 +110,12 @@ def moments(calls: list[Call], dice: random.Random, num: int) -> list[int]:
 
 
 def leave_behind(calls: list[Call], folder: Path, dice: random.Random) -> None:
-    """Fill an empty folder with what is on the device when the power goes after these calls.
+    """Make a folder of what is on the device when the power goes after these calls.
 
     Half the time it kept of each write only the beginning, the other half any share of all sectors.
     """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     synced = {call.file: index for index, call in enumerate(calls) if call.kind == "sync"}
     only_heads = dice.random() < 0.5
     share = 1.0 if only_heads else dice.choice((0.0, 0.2, 0.5, 0.8, 1.0))

@@ -220,6 +220,19 @@ def test_bad_bits_in_an_open_tier_are_counted_with_their_place(clean: Path, tmp_
     check(folder, set(range(len(SIZES))))
 
 
+def test_a_bad_record_is_no_reason_to_call_its_chunk_durable(clean: Path, tmp_path: Path):
+    """A crash tore it, and whoever computed the chunk again puts it again."""
+    folder = damaged(clean, tmp_path, segment_of(clean).read_bytes())
+    with opened(folder) as tier:
+        with segment_of(folder).open("r+b") as file:
+            file.seek(starts()[2] + BLOCK)
+            file.write(bytes(BLOCK))
+        assert tier.put(key(2), payload_of(2), durable=True)
+        assert tier.get(key(2)) == payload_of(2)
+        assert (tier.stats.hits, tier.stats.misses, tier.stats.corrupt) == (1, 0, 1)
+    check(folder, set(range(len(SIZES))))
+
+
 @pytest.mark.parametrize("cut", [0, 5, BLOCK, starts()[3], starts()[3] + 100, starts()[-1] - 1])
 def test_a_segment_cut_under_an_open_tier_is_misses(clean: Path, tmp_path: Path, cut: int):
     folder = damaged(clean, tmp_path, segment_of(clean).read_bytes())
