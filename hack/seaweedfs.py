@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -60,6 +61,35 @@ def serve(data: Path) -> Iterator[str]:
         finally:
             process.kill()
             process.wait(30)
+
+
+def make_bucket(url: str) -> str:
+    """The name of a new bucket on that server that takes objects."""
+    # botocore's libraries are only for who needs a bucket.
+    import boto3
+    from botocore.config import Config
+
+    name = f"b-{os.urandom(6).hex()}"
+    client = boto3.client(
+        "s3",
+        endpoint_url=url,
+        region_name="us-east-1",
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        config=Config(retries={"total_max_attempts": 40, "mode": "standard"}, connect_timeout=5, read_timeout=20),
+    )
+    client.create_bucket(Bucket=name)
+    client.put_object(Bucket=name, Key="ready", Body=b"")
+    client.close()
+    return name
+
+
+def credentials(folder: Path) -> Path:
+    """That folder, with files of the credentials as a mounted Secret has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "AWS_ACCESS_KEY_ID").write_text(ACCESS_KEY)
+    (folder / "AWS_SECRET_ACCESS_KEY").write_text(SECRET_KEY)
+    return folder
 
 
 def _wait_until_listening(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -157,6 +157,7 @@ class CoreClient:
         self.dead: asyncio.Future[str] = loop.create_future()
         self._exited: asyncio.Future[int] = loop.create_future()
         self.stats = CoreStats()
+        self.kv_store: dict[str, Any] | None = None
         self._last_heard = clock()
         self._commands: dict[str, asyncio.Future[CommandResult]] = {}
         self._command_ids = itertools.count()
@@ -265,6 +266,7 @@ class CoreClient:
 
     def _dispatch(self, step: StepOutputs) -> None:
         self.stats = step.stats
+        self.kv_store = step.kv_store or self.kv_store
         for output in step.outputs:
             done = output.finish_reason is not None
             stream = self._streams.pop(output.request_id, None) if done else self._streams.get(output.request_id)

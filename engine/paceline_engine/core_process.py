@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -46,8 +47,10 @@ from paceline_engine.messages import (
     ToCore,
 )
 from paceline_engine.parent import die_with_parent
+from paceline_kvstore.metrics import snapshot
 
 HEARTBEAT_SECONDS = 0.5
+STORE_COUNT_SECONDS = 1.0
 MAX_MESSAGES_PER_STEP = 4096
 INTERNAL_ADDRESS = "inproc://inbox"
 CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
@@ -72,6 +75,7 @@ class CoreLoop:
     ) -> None:
         self._post = post
         self._prefixes = core.prefixes
+        self._count_store_at = 0.0
         if core.prefixes is not None:
             core.prefixes.on_news(lambda: post(StoreNews()))
         self._scheduler = core.scheduler
@@ -104,6 +108,7 @@ class CoreLoop:
                     results=tuple(results),
                     kv_events=cache.take_events() if cache is not None else (),
                     stats=self._stats(),
+                    kv_store=self._store_counts(),
                 )
             )
         self._steps.close()
@@ -157,6 +162,14 @@ class CoreLoop:
         if answer is not None:
             outputs.append(answer)
 
+    def _store_counts(self) -> dict[str, Any] | None:
+        """Too much for every step."""
+        now = self._clock()
+        if self._prefixes is None or now < self._count_store_at:
+            return None
+        self._count_store_at = now + STORE_COUNT_SECONDS
+        return snapshot(self._prefixes.store).to_dict()
+
     def _stats(self) -> CoreStats:
         scheduler, kv = self._scheduler, self._scheduler.kv
         cache, spec, speed = kv.cache, scheduler.speculation.counters, scheduler.speed
@@ -173,6 +186,7 @@ class CoreLoop:
             kv_restored_sequences=kv.num_restored_sequences,
             kv_store_bytes=self._backend.kv_store_bytes,
             kv_loaded_tokens=dict(kv.stored.num_loaded_tokens) if kv.stored is not None else {},
+            kv_dropped_chunks=kv.stored.num_dropped_offers if kv.stored is not None else 0,
             num_cached_blocks=kv.pool.num_cached_blocks,
             prefix_query_tokens=cache.num_query_tokens if cache is not None else 0,
             prefix_hit_tokens=cache.num_hit_tokens if cache is not None else 0,

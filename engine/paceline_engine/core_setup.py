@@ -28,8 +28,8 @@ from paceline_kvstore.config import BadSettings, parse_settings
 from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.opening import open_store
 
-# A tier refuses what is larger than a part of it, and may evict several chunks at once.
-LEAST_CHUNKS = 32
+# The disk refuses what is larger than a part of it, and evicts several chunks at once.
+LEAST_CHUNKS = {"memory": 4, "disk": 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +97,9 @@ def open_prefixes(config: EngineConfig, backend: Backend, digest: str) -> Prefix
             f"KV store: KV of {config.tensor_parallel_size} {config.device} devices can't be stored; leave it out"
         )
     chunk_tokens = num_chunk_blocks(config.block_size) * config.block_size
-    least = LEAST_CHUNKS * copier.num_bytes(chunk_tokens)
     capacities = {"memory": settings.memory, "disk": settings.disk.capacity if settings.disk is not None else None}
     for tier, capacity in capacities.items():
+        least = LEAST_CHUNKS[tier] * copier.num_bytes(chunk_tokens)
         if capacity is not None and capacity < least:
             raise SetupError(
                 f"KV store: {tier}.capacity: {capacity} bytes are too few for chunks of {chunk_tokens} tokens; give it "

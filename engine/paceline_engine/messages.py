@@ -164,13 +164,13 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
 class CoreStats(Struct, frozen=True, kw_only=True):
     """Scheduler state after a step. Counters only grow; *_seconds are seconds.
 
-    num_free_blocks: held by nobody; num_cached_blocks of them hold KV that a prefix hit would find.
-    prefix_query_tokens and prefix_hit_tokens: of admitted requests' prompts. kv_loaded_tokens: that the KV store
-    brought back, by tier. spec_accepted_per_position: how often the first, second, ... guess was kept.
-    num_deadline_refusals were refused on arrival, num_deadline_misses cut. waiting_reasons: waiting requests by
+    num_free_blocks: held by nobody; num_cached_blocks of them hold KV that a prefix hit would find. prefix_query_tokens
+    and prefix_hit_tokens: of admitted requests' prompts. kv_loaded_tokens: that the KV store brought back, by tier;
+    kv_dropped_chunks: that it had no room for. spec_accepted_per_position: how often the first, second, ... guess was
+    kept. num_deadline_refusals were refused on arrival, num_deadline_misses cut. waiting_reasons: waiting requests by
     what they wait for. A step of n tokens takes about step_alpha_seconds + step_beta_seconds * n;
-    prefill_tokens_per_second is measured; all three are 0 until known. num_steps: round trips to the device, which
-    took step_seconds. device: the backend's own counters.
+    prefill_tokens_per_second is measured; all three are 0 until known. num_steps: round trips to the device, which took
+    step_seconds. device: the backend's own counters.
     """
 
     num_running: int = 0
@@ -185,6 +185,7 @@ class CoreStats(Struct, frozen=True, kw_only=True):
     kv_restored_sequences: int = 0
     kv_store_bytes: int = 0
     kv_loaded_tokens: dict[str, int] = {}
+    kv_dropped_chunks: int = 0
     num_cached_blocks: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -229,12 +230,16 @@ class CommandResult(Struct, frozen=True, kw_only=True, tag="result"):
 
 
 class StepOutputs(Struct, frozen=True, kw_only=True, tag="step"):
-    """Outputs of one step. Sent without outputs as the heartbeat of an idle core (at least once a second)."""
+    """Outputs of one step. Sent without outputs as the heartbeat of an idle core (at least once a second).
+
+    kv_store: the KV store's counts (`paceline_kvstore.metrics.StoreSnapshot`), about once a second if there is one.
+    """
 
     outputs: tuple[RequestOutput, ...] = ()
     stats: CoreStats = CoreStats()
     kv_events: tuple[KVEvent, ...] = ()
     results: tuple[CommandResult, ...] = ()
+    kv_store: dict[str, Any] | None = None
 
 
 class CoreReady(Struct, frozen=True, kw_only=True, tag="ready"):

@@ -31,6 +31,7 @@ _COUNTERS = {
     "paceline_engine_preemptions": "num_preemptions",
     "paceline_engine_kv_offloaded_sequences": "kv_offloaded_sequences",
     "paceline_engine_kv_restored_sequences": "kv_restored_sequences",
+    "paceline_engine_kv_dropped_chunks": "kv_dropped_chunks",
     "paceline_engine_steps": "num_steps",
     "paceline_engine_scheduled_tokens": "num_scheduled_tokens",
     "paceline_engine_step_seconds": "step_seconds",

@@ -67,6 +67,10 @@ class StoreSnapshot:
         return asdict(self)
 
 
+NOTHING = StoreSnapshot(levels=(), leases=0, lease_bytes=0, staged=0, regret=Regret())
+"""Of a store that isn't there yet."""
+
+
 def snapshot(store: TieredStore) -> StoreSnapshot:
     """The counts as they are now."""
     return StoreSnapshot(

@@ -104,6 +104,8 @@ ENGINE = (
            help="Bytes in the engine's memory tier."),
     Metric(name="paceline_engine_kv_loaded_tokens", type=_C, labels=("model_name", "tier"),
            help="Tokens of prompts whose KV was brought back from the KV store, by tier."),
+    Metric(name="paceline_engine_kv_dropped_chunks", type=_C, labels=_MODEL,
+           help="Chunks of KV that gave way to newer ones while the KV store had no room to write."),
     Metric(name="paceline_engine_steps", type=_C, labels=_MODEL, help="Scheduler steps that ran a batch."),
     Metric(name="paceline_engine_scheduled_tokens", type=_C, labels=_MODEL, help="Tokens computed over all steps."),
     Metric(name="paceline_engine_step_seconds", type=_C, unit="seconds", labels=_MODEL, help="Time spent in steps."),

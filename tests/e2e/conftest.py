@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hack"))
 
 import pytest
 from engine_process import EngineProcess, engine_process

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from paceline_engine.core_client import CoreClient, CoreProcess
@@ -157,6 +158,10 @@ class _App:
         metrics = EngineMetrics(registry, model_name)
         gpus = self._gpus = GpuWatch(open_gpus)
         registry.register(GpuCollector(model_name, lambda: gpus.readings, metrics.device_counters))
+        if self._options.core["kv_store"]:
+            from paceline_kvstore.exposition import StoreCollector
+
+            registry.register(StoreCollector(self._store_counts))
         engine = self._engine = Engine(
             model_name=model_name,
             metrics=metrics,
@@ -171,6 +176,13 @@ class _App:
         for name, sock in (("http", self._ports.http), ("admin", self._ports.admin), ("metrics", self._ports.metrics)):
             logger.info("%s listens on %s port %d", name, *sock.getsockname()[:2])
         return [(_server(app), sock) for app, sock in apps], engine
+
+    def _store_counts(self) -> Any:
+        """The KV store's snapshot that the core sent last; one of no tiers before the first."""
+        from paceline_kvstore.metrics import NOTHING, StoreSnapshot
+
+        counts = self._client.kv_store if self._client is not None else None
+        return NOTHING if counts is None else convert(counts, StoreSnapshot)
 
     async def _load(self, engine: Any, core: CoreProcess | None) -> None:
         """Convert if need be, start the core if that is not done, load the tokenizer, wait for the core."""

@@ -63,11 +63,11 @@ def test_a_capacity_for_a_few_chunks_is_too_small(tmp_path: Path):
     store = open_prefixes(on_disk(tmp_path / "kv", 32 << 20), device(Copier()), NAMESPACE)
     assert store is not None
     store.close()
-    for name, config in {
-        "disk": on_disk(tmp_path / "kv", (32 << 20) - 1),
-        "memory": on_disk(tmp_path / "kv", memory={"capacity": "31Mi"}),
-    }.items():
-        says = rf"^KV store: {name}\.capacity: .* too few for chunks of 256 tokens; give it at least 32Mi"
+    for name, least, config in (
+        ("disk", 32, on_disk(tmp_path / "kv", (32 << 20) - 1)),
+        ("memory", 4, on_disk(tmp_path / "kv", memory={"capacity": "3Mi"})),
+    ):
+        says = rf"^KV store: {name}\.capacity: .* too few for chunks of 256 tokens; give it at least {least}Mi"
         with pytest.raises(SetupError, match=says):
             open_prefixes(config, device(Copier()), NAMESPACE)
 
