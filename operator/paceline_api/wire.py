@@ -15,6 +15,7 @@ HEADER_REQUEST_ID = "x-request-id"
 HEADER_TRACEPARENT = "traceparent"
 HEADER_PREFIX_PRIVATE = "x-paceline-"
 HEADER_SALT = "x-paceline-salt"
+HEADER_TENANT = "x-paceline-tenant"
 HEADER_DEADLINE_MS = "x-paceline-deadline-ms"
 HEADER_PRIORITY = "x-paceline-priority"
 

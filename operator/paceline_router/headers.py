@@ -44,7 +44,9 @@ def request_id(headers: Mapping[str, str], fresh: str) -> str:
     return sent if _REQUEST_ID.fullmatch(sent) else fresh
 
 
-def for_engine(headers: Mapping[str, str], *, request_id: str, salt: str, token: str | None) -> dict[str, str]:
+def for_engine(
+    headers: Mapping[str, str], *, request_id: str, tenant: str, salt: str, token: str | None
+) -> dict[str, str]:
     """Headers of the request to the engine: the client's end-to-end ones, and ours."""
     dropped = _NOT_FORWARDED | HOP_BY_HOP | _named_by_connection(headers.get("connection", ""))
     sent = {
@@ -54,6 +56,7 @@ def for_engine(headers: Mapping[str, str], *, request_id: str, salt: str, token:
     }
     sent["accept-encoding"] = "identity"
     sent[wire.HEADER_REQUEST_ID] = request_id
+    sent[wire.HEADER_TENANT] = tenant
     sent[wire.HEADER_SALT] = salt
     if token is not None:
         sent["authorization"] = f"Bearer {token}"

@@ -115,6 +115,7 @@ class Proxy:
         sent = header_rules.for_engine(
             headers,
             request_id=entry.request_id,
+            tenant=tenant.name,
             salt=salt_of(self._salt_secret(), tenant.name),
             token=None if self._token is None else self._token.current(),
         )

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from paceline_api.wire import HEADER_DEADLINE_MS, HEADER_PRIORITY, HEADER_SALT
+from paceline_api.wire import HEADER_DEADLINE_MS, HEADER_PRIORITY, HEADER_SALT, HEADER_TENANT
 from paceline_engine.server.errors import invalid
 from paceline_engine.server.schemas import MAX_SALT_CHARS
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The headers' values. request_id: the client's or a new one. deadline_ms: remaining when the request arrived."""
+    """The headers' values. request_id: the client's or a new one. tenant: whose quota of stored KV it is.
+
+    deadline_ms: remaining when the request arrived.
+    """
 
     request_id: str = ""
     salt: str = ""
+    tenant: str = ""
     priority: int | None = None
     deadline_ms: int | None = None
 
@@ -28,15 +32,21 @@ class Caller:
 
 def caller_of(request: Request) -> Caller:
     """Raises ApiError (400) that names the header."""
-    salt = request.headers.get(HEADER_SALT, "")
-    if len(salt) > MAX_SALT_CHARS:
-        raise invalid(f"header {HEADER_SALT} is longer than {MAX_SALT_CHARS} characters", HEADER_SALT)
+    salt, tenant = (_text(request, name) for name in (HEADER_SALT, HEADER_TENANT))
     return Caller(
         request_id=request.state.request_id,
         salt=salt,
+        tenant=tenant,
         priority=_integer(request, HEADER_PRIORITY, 2**31),
         deadline_ms=_integer(request, HEADER_DEADLINE_MS, 2**53),
     )
+
+
+def _text(request: Request, name: str) -> str:
+    text = request.headers.get(name, "")
+    if len(text) > MAX_SALT_CHARS:
+        raise invalid(f"header {name} is longer than {MAX_SALT_CHARS} characters", name)
+    return text
 
 
 def _integer(request: Request, name: str, bound: int) -> int | None:

@@ -101,6 +101,7 @@ async def _prompts(engine: Engine, body: EmbeddingRequest, caller: Caller) -> li
             arrived=arrived,
             request_id=caller.request_id,
             salt=caller.salt or body.cache_salt,
+            tenant=caller.tenant,
             priority=body.priority if caller.priority is None else caller.priority,
             e2e_at=caller.end_of(arrived, body.deadline_ms),
             adapter=None if body.model == engine.model_name else body.model,

@@ -43,6 +43,7 @@ class Prompt:
     keep_stop: bool = False
     hidden: frozenset[int] | None = None
     salt: str = ""
+    tenant: str = ""
     priority: int = 0
     ttft_at: float | None = None
     e2e_at: float | None = None
@@ -168,6 +169,7 @@ def submit(engine: Engine, prompt: Prompt) -> RequestStream:
         prompt_token_ids=tuple(prompt.token_ids),
         sampling=prompt.sampling,
         salt=prompt.salt,
+        tenant=prompt.tenant,
         priority=prompt.priority,
         ttft_s=None if prompt.ttft_at is None else prompt.ttft_at - now,
         e2e_s=None if prompt.e2e_at is None else prompt.e2e_at - now,

@@ -211,6 +211,7 @@ def _prompt(
         stops=request.stops,
         keep_stop=request.include_stop_str_in_output,
         salt=caller.salt or request.cache_salt,
+        tenant=caller.tenant,
         priority=request.priority if caller.priority is None else caller.priority,
         ttft_at=None if ttft is None else arrived + ttft / 1000,
         e2e_at=caller.end_of(arrived, request.deadline_ms),

@@ -33,6 +33,7 @@ def test_hop_by_hop_and_private_headers_never_cross():
             "accept": "text/event-stream",
         },
         request_id="r",
+        tenant="t",
         salt="s",
         token=None,
     )
@@ -40,6 +41,7 @@ def test_hop_by_hop_and_private_headers_never_cross():
         "accept": "text/event-stream",
         "accept-encoding": "identity",
         "x-request-id": "r",
+        "x-paceline-tenant": "t",
         "x-paceline-salt": "s",
     }
 

@@ -124,6 +124,7 @@ def test_what_reaches_the_engine(router: RunningRouter, engine: FakeEngine):
         "x-request-id": "mine-1",
         "traceparent": "00-a-b-01",
         "x-paceline-salt": "chosen",
+        "x-paceline-tenant": "another",
         "X-Paceline-Priority": "100",
         "cookie": "a=b",
         "connection": "keep-alive, x-private",
@@ -137,6 +138,7 @@ def test_what_reaches_the_engine(router: RunningRouter, engine: FakeEngine):
     assert seen.headers["traceparent"] == "00-a-b-01"
     assert seen.headers["content-length"] == str(len(body))
     assert len(seen.headers["x-paceline-salt"]) == 64
+    assert seen.headers["x-paceline-tenant"] == "alice"
     assert not {"cookie", "x-private", "x-paceline-priority"} & set(seen.headers)
 
 

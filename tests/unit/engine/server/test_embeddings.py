@@ -127,10 +127,10 @@ def test_user_salt_priority_and_deadline_are_taken(server: Any) -> None:
     assert 4.5 < request.e2e_s <= 5.0
     server.call(
         "/v1/embeddings", {"model": "m", "input": "a", "priority": 3, "deadline_ms": 5000},
-        x_paceline_salt="t", x_paceline_priority="-2", x_paceline_deadline_ms="900",
+        x_paceline_salt="t", x_paceline_tenant="acme", x_paceline_priority="-2", x_paceline_deadline_ms="900",
     )  # fmt: skip
     request = server.core.requests[1]
-    assert (request.salt, request.priority) == ("t", -2)
+    assert (request.salt, request.tenant, request.priority) == ("t", "acme", -2)
     assert request.e2e_s <= 0.9
 
 

@@ -118,12 +118,17 @@ def test_the_routers_headers_win_over_the_body(says: Says) -> None:
     body = {"model": "m", "prompt": "a", "cache_salt": "mine", "priority": 5, "deadline_ms": 60_000}
     server.call("/v1/completions", body)
     server.call(
-        "/v1/completions", body, x_paceline_salt="tenant", x_paceline_priority="-2", x_paceline_deadline_ms="500"
+        "/v1/completions",
+        body,
+        x_paceline_salt="salt",
+        x_paceline_tenant="acme",
+        x_paceline_priority="-2",
+        x_paceline_deadline_ms="500",
     )
     own, routed = server.core.requests
-    assert (own.salt, own.priority) == ("mine", 5)
+    assert (own.salt, own.tenant, own.priority) == ("mine", "", 5)
     assert own.e2e_s == pytest.approx(60, abs=0.1)
-    assert (routed.salt, routed.priority) == ("tenant", -2)
+    assert (routed.salt, routed.tenant, routed.priority) == ("salt", "acme", -2)
     assert routed.e2e_s == pytest.approx(0.5, abs=0.1)
 
 
