@@ -92,9 +92,12 @@ def handle_grammar(
 
 
 class Commands:
-    """Carries commands out on one scheduler and its device."""
+    """Carries commands out on one scheduler and its device. explain_stored: what was decided, by request id."""
 
-    def __init__(self, scheduler: Scheduler, backend: Backend, log: StepLog) -> None:
+    def __init__(
+        self, scheduler: Scheduler, backend: Backend, log: StepLog, explain_stored: Callable[[], dict[str, str]] = dict
+    ) -> None:
+        self._explain_stored = explain_stored
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
@@ -131,8 +134,13 @@ class Commands:
                 raise ValueError(f"the core knows no command {name!r}")
 
     def _explain(self, arguments: Mapping[str, str], now: float) -> dict[str, Any]:
-        """Who runs, and why each waiting request waits; with log=true also the step log, for `core.step_log.replay`."""
+        """Who runs, why others wait, and what is stored of them.
+
+        With log=true also the step log, for `core.step_log.replay`.
+        """
+        live = set(self._scheduler.live_ids())
         values: dict[str, Any] = {
+            "stored": {name: text for name, text in self._explain_stored().items() if name in live},
             "num_running": self._scheduler.num_running,
             "running": self._scheduler.running_ids(),
             "waiting": require_msgspec("an explanation of who waits").to_builtins(self._scheduler.why_waiting(now)),

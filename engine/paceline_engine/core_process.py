@@ -82,7 +82,8 @@ class CoreLoop:
         self._backend = core.backend
         store = core.scheduler.kv.store
         self._log = StepLog(core.scheduler, store if isinstance(store, RecordingStore) else None)
-        self._commands = Commands(core.scheduler, core.backend, self._log)
+        explain_stored = core.prefixes.explain if core.prefixes is not None else dict[str, str]
+        self._commands = Commands(core.scheduler, core.backend, self._log, explain_stored)
         self._receive = receive
         self._send = send
         self._clock = clock

@@ -30,6 +30,7 @@ from paceline_kvstore.tiered.store import TieredStore
 NUM_PLACERS = 2
 # Chunks on their way from the device to the store; a chunk offered beyond that must be offered again.
 MAX_COPIES = 16
+MAX_DECISIONS = 1024
 # Before the first prefill nothing is known of its speed. This one has everything loaded that there is.
 UNKNOWN_TOKENS_PER_S = 1.0
 PLACEMENT_KEPT = 0.8
@@ -77,11 +78,24 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is to be loaded, and why."""
+    """What there is, or is to be loaded of it, and why."""
 
     plan: Plan
     decision: Decision
     prefill: Prefill
+
+    def __str__(self) -> str:
+        decision = self.decision
+        where = ", ".join(f"{tokens} in {name}" for name, tokens in self.plan.tokens_by_level().items())
+        there = f"of {decision.num_tokens} tokens {where}"
+        if not decision.num_chunks:
+            why = f"to compute them takes {decision.first_token_s:.3g} s, to load them {decision.other_s:.3g} s"
+            late = f"to compute them takes {decision.first_token_s:.3g} s, and none could be there in time"
+            return f"{there}; none are loaded: {late if math.isinf(decision.other_s) else why}"
+        if self.prefill.tokens_per_s == UNKNOWN_TOKENS_PER_S:
+            return f"{there}; {decision.num_tokens_loaded} are loaded: the speed of computing isn't known yet"
+        times = f"the first token comes in {decision.first_token_s:.3g} s, else in {decision.other_s:.3g} s"
+        return f"{there}; {decision.num_tokens_loaded} are loaded: {times}"
 
 
 class PrefixStore:
@@ -104,6 +118,8 @@ class PrefixStore:
         self._asked: dict[str, _Asked] = {}
         self._chosen: dict[str, _Chosen] = {}
         self._loads: dict[str, PrefixLoad] = {}
+        # The latest, to be explained.
+        self._decided: dict[str, _Chosen] = {}
         self._copying: set[bytes] = set()
         self._erasures: deque[Callable[[], object]] = deque()
         self._placement = math.inf
@@ -133,6 +149,10 @@ class PrefixStore:
             return None
         self._asked.pop(wanted.request_id, None)
         return wanted.first + self._decide(wanted, asked)
+
+    def explain(self) -> dict[str, str]:
+        """What was found for the latest requests, what is loaded of it and why, by request id."""
+        return {request_id: str(chosen) for request_id, chosen in self._decided.items()}
 
     def begin(self, load: ChunkLoad) -> None:
         """Have the chunks fetched, and placed in order as they come."""
@@ -179,7 +199,7 @@ class PrefixStore:
             num_copies = len(self._copying)
         if self._patient_until:
             num_copies = self._wait_for_room()
-        epoch, size = self.store.writes.epoch, self._chunk_bytes
+        size = self._chunk_bytes
         takers = self.store.takers(chunk, size, num_copies * size) if num_copies < MAX_COPIES else None
         if takers is None:
             self.num_refused += 1
@@ -189,7 +209,7 @@ class PrefixStore:
             with self._changed:
                 self._copying.add(key)
             before = None if parent is None else self._key(parent)
-            self._copies.submit(self._copy, takers, chunk, content, before, tenant, epoch)
+            self._copies.submit(self._copy, takers, chunk, content, before, tenant)
         return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -243,6 +263,9 @@ class PrefixStore:
         prefill = Prefill(speed, wanted.queue_s, self._placement)
         plan = Plan(chunks)
         decision = self.store.decide(plan, prefill, wanted.num_tokens, deadline_s=wanted.deadline_s)
+        self._decided[wanted.request_id] = _Chosen(plan, decision, prefill)
+        if len(self._decided) > MAX_DECISIONS:
+            del self._decided[next(iter(self._decided))]
         if decision.num_chunks:
             self._chosen[wanted.request_id] = _Chosen(plan.first(decision.num_chunks), decision, prefill)
         else:
@@ -272,10 +295,9 @@ class PrefixStore:
         content: Callable[[], Buffer],
         parent: ChunkKey | None,
         tenant: str,
-        epoch: int,
     ) -> None:
         try:
-            self.store.take(takers, key, content(), parent=parent, tenant=tenant, epoch=epoch)
+            self.store.take(takers, key, content(), parent=parent, tenant=tenant)
         except Exception:
             logger.exception("a chunk of KV can't be copied from the device")
         finally:

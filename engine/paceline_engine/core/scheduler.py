@@ -471,6 +471,10 @@ class Scheduler:
         """Requests that hold blocks, in order of rank."""
         return [request.request_id for request in self._running]
 
+    def live_ids(self) -> list[str]:
+        """Requests that run or wait."""
+        return list(self._requests)
+
     def why_waiting(self, now: float = 0.0) -> list[Waiting]:
         """For each waiting request, next one first: what is missing, as of the last step."""
         return explain(self._waiting, *self._holdup, now)

@@ -194,15 +194,11 @@ class TieredStore:
         *,
         parent: ChunkKey | None = None,
         tenant: str = "",
-        epoch: int | None = None,
     ) -> bool:
-        """The second half of an offer: write the chunk to these levels; whether one of them will get it.
-
-        epoch: `writes.epoch` from before the payload was copied, so that what was cleared meanwhile isn't written.
-        """
+        """The second half of an offer: write the chunk to these levels; whether one of them will get it."""
         chunk = Chunk(key, codec.as_bytes(payload).toreadonly(), parent, tenant)
         self.pins.arrived(key, chunk.payload.nbytes)
-        return self._takes_offers and sum(self.writes.submit(level, chunk, epoch) for level in takers) > 0
+        return self._takes_offers and sum(self.writes.submit(level, chunk) for level in takers) > 0
 
     def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
         """Keep chunks in memory and on disk for a while, those on their way too, instead of what the holder kept.

@@ -44,9 +44,11 @@ def run(request_id: str, options: Options) -> int:
     if request_id and not waiting and not running:
         raise CliError(f"the engine at {options.engine} has no request {request_id!r}: it has ended, or never came")
     if options.as_json:
-        sys.stdout.write(json.dumps({"running": running, "waiting": waiting}) + "\n")
+        stored = {name: text for name, text in answer.get("stored", {}).items() if _is(name, request_id)}
+        sys.stdout.write(json.dumps({"running": running, "waiting": waiting, "stored": stored}) + "\n")
         return EXIT_DONE
-    sys.stdout.write("".join(f"{line}\n" for line in _lines(running, waiting, len(answer["waiting"]))))
+    stored = {name: f"  stored KV: {text}" for name, text in answer.get("stored", {}).items()}
+    sys.stdout.write("".join(f"{line}\n" for line in _lines(running, waiting, len(answer["waiting"]), stored)))
     return EXIT_DONE
 
 
@@ -55,8 +57,8 @@ def _is(core_id: str, request_id: str) -> bool:
     return not request_id or core_id == request_id or core_id.rpartition("/")[0] == request_id
 
 
-def _lines(running: list[str], waiting: list[dict[str, Any]], num_waiting: int) -> list[str]:
-    lines = [f"{name}: running" for name in running]
+def _lines(running: list[str], waiting: list[dict[str, Any]], num_waiting: int, stored: dict[str, str]) -> list[str]:
+    lines = [line for name in running for line in (f"{name}: running", stored.get(name)) if line]
     for entry in waiting:
         missing, unit = entry["missing"], UNITS.get(entry["reason"], "")
         place = f"place {entry['position'] + 1} of {num_waiting}"
@@ -65,5 +67,6 @@ def _lines(running: list[str], waiting: list[dict[str, Any]], num_waiting: int) 
             f"  why: {entry['message']}",
             f"  missing: {missing:g} {unit} ({entry['reason']})",
             f"  {entry['num_tokens']} tokens, priority {entry['priority']}, preempted {entry['num_preemptions']} times",
+            *((line,) if (line := stored.get(entry["request_id"])) else ()),
         ]
     return lines or ["no request runs or waits"]

@@ -22,7 +22,13 @@ def waiting(request_id: str, position: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-ANSWER = {"num_running": 1, "running": ["busy/0a"], "waiting": [waiting("mine/1b", 0), waiting("a/b/2c", 1)]}
+STORED = "of 600 tokens 512 in disk; 512 are loaded: the first token comes in 0.1 s, else in 2 s"
+ANSWER = {
+    "num_running": 1,
+    "stored": {"mine/1b": STORED, "busy/0a": STORED},
+    "running": ["busy/0a"],
+    "waiting": [waiting("mine/1b", 0), waiting("a/b/2c", 1)],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +56,7 @@ def test_a_waiting_request_has_its_reason_and_what_is_missing(
         "  why: 3 KV blocks more must become free",
         "  missing: 3 KV blocks (blocks)",
         "  600 tokens, priority 2, preempted 1 times",
+        f"  stored KV: {STORED}",
     ]
     assert engine == [("http://e", "/admin/explain")]
     assert "1 requests are ahead" in run(capsys, "a/b")
@@ -60,7 +67,7 @@ def test_every_reason_of_the_engine_has_a_unit() -> None:
 
 
 def test_one_that_runs_and_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "busy") == "busy/0a: running\n"
+    assert run(capsys, "busy") == f"busy/0a: running\n  stored KV: {STORED}\n"
     for absent in ("min", "mine/", "a", "1b"):
         with pytest.raises(CliError, match="it has ended, or never came"):
             run(capsys, absent)
@@ -69,4 +76,5 @@ def test_one_that_runs_and_one_that_is_not_there(capsys: pytest.CaptureFixture[s
 def test_without_an_id_all_are_told_and_json_is_the_engines_own(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "")
     assert all(name in text for name in ("busy/0a: running", "mine/1b: waiting", "a/b/2c: waiting"))
-    assert json.loads(run(capsys, "mine", as_json=True)) == {"running": [], "waiting": [ANSWER["waiting"][0]]}
+    mine = {"running": [], "waiting": [ANSWER["waiting"][0]], "stored": {"mine/1b": STORED}}
+    assert json.loads(run(capsys, "mine", as_json=True)) == mine

@@ -209,6 +209,13 @@ def test_what_is_slower_to_load_than_to_compute_is_computed_and_regretted(make, 
     assert store.find(wanted("c", chain, tokens_per_s=1e6, queue_s=60.0, deadline_s=0.5)) == 0
     assert store.find(wanted("d", chain, tokens_per_s=1.0)) == len(chain)
     assert store.find(wanted("e", chain, tokens_per_s=0.0)) == len(chain)
+    said = store.explain()
+    tokens, there = len(chain) * CHUNK + 1, len(chain) * CHUNK
+    in_vain = "to compute them takes 60 s, and none could be there in time"
+    assert said["c"] == f"of {tokens} tokens {there} in disk; none are loaded: {in_vain}"
+    assert f"{there} are loaded: the first token comes in 60 s, else in 60 s" in said["b"]
+    assert f"{there} are loaded: the speed of computing isn't known yet" in said["e"]
+    assert "to load them" in store.explain().get("a", "")
     store.close()
 
 

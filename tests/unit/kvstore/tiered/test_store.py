@@ -196,10 +196,6 @@ def test_an_offer_in_two_halves_is_copied_only_for_who_wants_it(make_store: Make
     settled(store)
     assert store.takers(name, len(content)) == ()
     assert not store.take((), name, content)
-    # What is cleared between the halves isn't written.
-    epoch, takers = store.writes.epoch, store.takers(key(2), len(content))
-    store.clear()
-    assert not store.take(takers or (), key(2), payload(key(2)), epoch=epoch)
 
 
 def test_an_offer_that_only_a_full_queue_keeps_out_can_be_made_again(
