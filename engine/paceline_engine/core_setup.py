@@ -25,11 +25,13 @@ from paceline_engine.models.loader import LoadedModel, load_model_dir
 from paceline_engine.prefix_store import PrefixStore
 from paceline_engine.sizing import SetupError, size_blocks
 from paceline_kvstore.config import BadSettings, parse_settings
+from paceline_kvstore.encoding import Element
 from paceline_kvstore.errors import KVStoreError
 from paceline_kvstore.opening import open_store
 
 # The disk refuses what is larger than a part of it, and evicts several chunks at once.
 LEAST_CHUNKS = {"memory": 4, "disk": 32}
+ELEMENTS = {"float32": Element.FLOAT32, "bfloat16": Element.BFLOAT16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +108,10 @@ def open_prefixes(config: EngineConfig, backend: Backend, digest: str) -> Prefix
                 f"at least {-(-least // MIB)}Mi"
             )
     try:
-        store = open_store(settings, allocate=copier.allocate, element=copier.element)
+        store = open_store(settings, allocate=copier.allocate, element=ELEMENTS.get(config.kv_dtype, Element.BYTES))
     except (KVStoreError, OSError) as error:
         raise SetupError(f"KV store: {error}") from error
-    return PrefixStore(store, copier, settings.namespace(bytes.fromhex(digest)).hex(), chunk_tokens)
+    return PrefixStore(store, copier, settings.namespace(bytes.fromhex(digest)), chunk_tokens)
 
 
 def build_core(config: EngineConfig) -> Core:

@@ -19,13 +19,7 @@ import torch
 from paceline_engine.paged_kv import PagedKV
 from paceline_kvstore.arena import map_memory
 from paceline_kvstore.codec import Buffer
-from paceline_kvstore.encoding import Element
 
-_ELEMENTS = {
-    torch.float32: Element.FLOAT32,
-    torch.float16: Element.FLOAT16,
-    torch.bfloat16: Element.BFLOAT16,
-}
 logger = logging.getLogger(__name__)
 
 
@@ -41,11 +35,6 @@ class ChunkCopier:
         self._slots = [plane.flatten(2, 3) for plane in planes]
         self._blocks = [plane.flatten(3) for plane in planes]
         self._local = threading.local()
-
-    @property
-    def element(self) -> Element:
-        """What a chunk's items are."""
-        return _ELEMENTS.get(self._slots[0].dtype, Element.BYTES)
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of a chunk of that many tokens."""

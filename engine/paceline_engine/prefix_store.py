@@ -20,7 +20,6 @@ from typing import Protocol
 from paceline_engine.core.stored_kv import Arrived, ChunkLoad, Wanted
 from paceline_engine.prefix_load import PrefixLoad
 from paceline_kvstore.codec import Buffer
-from paceline_kvstore.encoding import Element
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.reuse import Decision, Prefill
 from paceline_kvstore.tiered.level import Level
@@ -44,11 +43,6 @@ class CopiesChunks(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        ...
-
-    @property
-    def element(self) -> Element:
-        """What a chunk's items are."""
         ...
 
     def num_bytes(self, num_tokens: int) -> int:
@@ -104,11 +98,11 @@ class PrefixStore:
     num_refused: offers that found no room.
     """
 
-    def __init__(self, store: TieredStore, copier: CopiesChunks, namespace_digest: str, chunk_tokens: int) -> None:
+    def __init__(self, store: TieredStore, copier: CopiesChunks, namespace: bytes, chunk_tokens: int) -> None:
         self.store = store
         self.num_refused = 0
         self._copier = copier
-        self._namespace = bytes.fromhex(namespace_digest)
+        self._namespace = namespace
         self._chunk_tokens = chunk_tokens
         self._chunk_bytes = copier.num_bytes(chunk_tokens)
         self._placers = ThreadPoolExecutor(NUM_PLACERS, thread_name_prefix="kv-place")

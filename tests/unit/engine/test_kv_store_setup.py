@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from paceline_engine.backends.simulated import SimulatedBackend
 from paceline_engine.config import EngineConfig
 from paceline_engine.core_setup import open_prefixes
 from paceline_engine.sizing import SetupError
-from paceline_kvstore.encoding import Element
+from paceline_kvstore.keys import ChunkKey
 
 NAMESPACE = "ab" * 32
 CONFIG = {"model_dir": "", "device": "simulated"}
@@ -21,7 +22,6 @@ class Copier:
     """KV of 4 KiB a token that nobody copies."""
 
     block_size = 16
-    element = Element.BYTES
 
     def num_bytes(self, num_tokens: int) -> int:
         return num_tokens << 12
@@ -72,17 +72,6 @@ def test_a_capacity_for_a_few_chunks_is_too_small(tmp_path: Path):
             open_prefixes(config, device(Copier()), NAMESPACE)
 
 
-def test_kv_that_is_in_8_bits_has_no_smaller_form_of_numbers(tmp_path: Path):
-    config = on_disk(tmp_path / "kv", encoding="int8")
-    with pytest.raises(SetupError, match=r"^KV store: encoding: int8 is for KV in 16 or 32 bits"):
-        open_prefixes(config, device(Copier()), NAMESPACE)
-    numbers = Copier()
-    numbers.element = Element.BFLOAT16
-    store = open_prefixes(config, device(numbers), NAMESPACE)
-    assert store is not None
-    store.close()
-
-
 def test_settings_say_which_tiers_there_are(tmp_path: Path):
     settings = {"memory": {"capacity": "64Mi"}, "reuse": "always", "tenantQuotas": {"acme": "1Gi"}}
     store = open_prefixes(on_disk(tmp_path / "kv", **settings), device(Copier()), NAMESPACE)
@@ -90,6 +79,19 @@ def test_settings_say_which_tiers_there_are(tmp_path: Path):
     assert [level.name for level in store.store.levels] == ["memory", "disk"]
     assert store.store.mode == "always"
     store.close()
+
+
+def test_kv_that_is_kept_in_8_bits_has_keys_of_its_own(tmp_path: Path):
+    names: set[ChunkKey] = set()
+    for encoding in ("none", "int8"):
+        store = open_prefixes(on_disk(tmp_path / encoding, encoding=encoding), device(Copier()), NAMESPACE)
+        assert store is not None
+        names.add(store._key(b"a" * 32))
+        store.close()
+    assert len(names) == 2
+    in_8_bits = replace(on_disk(tmp_path / "c", encoding="int8"), kv_cache_dtype="int8")
+    with pytest.raises(SetupError, match="KV store: encoding: int8 is for KV in 16 or 32 bits"):
+        open_prefixes(in_8_bits, device(Copier()), NAMESPACE)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from paceline_kvstore.tiers.base import Lease, Tier
 from paceline_kvstore.tiers.disk import DiskTier
 from paceline_kvstore.tiers.memory import MemoryTier
 
-NAMESPACE = "ab" * 32
+NAMESPACE = b"\xab" * 32
 BLOCK, CHUNK = 4, 8
 MIB = 1 << 20
 DEADLINE = 30.0
@@ -92,7 +92,7 @@ def engine(loop: Any, store: PrefixStore) -> Iterator[Any]:
 
 
 def key_of(link: bytes) -> ChunkKey:
-    return ChunkKey(bytes.fromhex(NAMESPACE), link, CHUNK)
+    return ChunkKey(NAMESPACE, link, CHUNK)
 
 
 def chunks_of(prompt: Sequence[int]) -> tuple[bytes, ...]:
