@@ -86,18 +86,22 @@ class StorePart:
         """What pods would wait for: an object or a key of it."""
         for item in self.references:
             keys = held.get(item.label)
+            absent = [key for key in item.keys if key not in (keys or ())]
+            if not item.field and absent:
+                return reconciling("KVStoreTokenNotFound", _own_token_message(item, keys))
             if keys is None:
-                message = f"there is no {item.label} in this namespace; create it"
-                return reconciling(f"{item.kind.kind}NotFound", _at(item, message), warning=bool(item.field))
-            for key in item.keys:
-                if key not in keys:
-                    message = f"{item.label} has no key {key} with a value; add it"
-                    return reconciling(f"{item.kind.kind}KeyNotFound", _at(item, message), warning=True)
+                message = f"{item.field}: there is no {item.label} in this namespace; create it"
+                return reconciling(f"{item.kind.kind}NotFound", message, warning=True)
+            if absent:
+                message = f"{item.field}: {item.label} has no key {absent[0]} with a value; add it"
+                return reconciling(f"{item.kind.kind}KeyNotFound", message, warning=True)
         return None
 
 
-def _at(reference: Reference, message: str) -> str:
-    return f"{reference.field}: {message}" if reference.field else message
+def _own_token_message(token: Reference, keys: Held | None) -> str:
+    if keys is None:
+        return f"there is no {token.label} in this namespace yet; the operator makes it"
+    return f"{token.label} has no value under the key {token.keys[0]}; delete it, and it is made anew"
 
 
 def held_by(manifest: Manifest | None) -> Held | None:

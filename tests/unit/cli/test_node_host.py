@@ -122,8 +122,9 @@ def test_the_folder_that_was_used_last_is_taken_first_and_never_another_runs(tmp
     second = other.reserve(pods[1]).volume_path(pods[1], "disk")
     assert first != second
     asyncio.run(one.teardown(pods[0]))
+    os.utime(f"{first}.lock", (2, 2))
+    os.utime(f"{second}.lock", (1, 1))
     asyncio.run(other.teardown(pods[1]))
-    os.utime(f"{first}.lock", (1, 1))
     assert one.reserve(pods[2]).volume_path(pods[2], "disk") == second
     asyncio.run(one.teardown(pods[2]))
 

@@ -124,6 +124,18 @@ def test_a_changed_ttl_rolls_the_engines_once_and_other_objects_roll_none(cluste
     assert cluster.get(DEPLOYMENT, "chat-engine")["metadata"]["generation"] == before + 1
 
 
+def test_a_childs_deletion_by_hand_is_noticed_and_undone(cluster, start):
+    cluster.put(store(memory={"capacity": "1Gi"}, mode="node"))
+    operator = start()
+    store_is_ready(cluster)
+    settle(cluster, operator)
+    for kind in (DAEMON_SET, SERVICE):
+        before = cluster.get(kind, "shared-kv")["metadata"]["uid"]
+        cluster.store.delete(kind, NAMESPACE, "shared-kv")
+        wait_until("it is back", lambda k=kind: "shared-kv" in cluster.names(k))
+        assert cluster.get(kind, "shared-kv")["metadata"]["uid"] != before
+
+
 def test_a_server_that_is_wanted_no_more_goes(cluster, start):
     cluster.put(store(memory={"capacity": "1Gi"}, mode="node"))
     operator = start()

@@ -388,7 +388,12 @@ def test_the_token_is_made_once_and_before_anything_that_mounts_it():
     assert base64.b64decode(secret["data"]["token"]) == b"s3cret"
     assert secret["metadata"]["ownerReferences"][0]["kind"] == "KVStore"
     assert first.requeue_after_s is not None and first.requeue_after_s < 1
-    assert engine_plan(NODE, store_data={"Secret shared-kv": None}).actions == ()
+    waiting = engine_plan(NODE, store_data={"Secret shared-kv": None})
+    assert (reason(waiting), waiting.actions) == ("KVStoreTokenNotFound", ())
+    assert "the operator makes it" in condition(waiting, "Ready")["message"]
+    emptied = store_plan(NODE, data={"Secret shared-kv": {}})
+    assert (reason(emptied), emptied.actions) == ("KVStoreTokenNotFound", ())
+    assert "delete it, and it is made anew" in condition(emptied, "Ready")["message"]
     assert created(store_plan(NODE).actions) == []
 
 
