@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from paceline_cli.commands.up import prerequisites
 from paceline_cli.commands.up.claim import HOST, Claim, default_state_dir, port_problem
 from paceline_cli.commands.up.objects import local_objects, router_names
-from paceline_cli.commands.up.runtime import cache_dir
+from paceline_cli.commands.up.runtime import cache_dir, kept_token
 from paceline_cli.commands.validate import judge
 from paceline_cli.errors import BadInput
 from paceline_cli.inputs import load
@@ -239,6 +239,16 @@ def test_missing_packages_and_programs_say_what_to_install(tmp_path: Path, monke
         "the engine's packages are missing (torch): pip install 'paceline[engine]'"
     ]
     assert len(prerequisites.missing_programs(tmp_path)) == 2
+
+
+def test_the_token_that_salts_come_from_is_the_same_in_each_run_and_the_users_alone(tmp_path: Path) -> None:
+    token = kept_token(tmp_path)
+    assert len(token) >= 32
+    assert kept_token(tmp_path) == token
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.unlink()
+    assert kept_token(tmp_path) != token
 
 
 STORE = """\

@@ -6,9 +6,11 @@ Everything but the operator's threads lives on the event loop of the main thread
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import logging.handlers
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +34,7 @@ from paceline_cli.local.runtime import LocalRuntime, RuntimeConfig
 from paceline_cli.local.service_proxy import ServiceProxy
 from paceline_cli.node.logs import tail
 from paceline_cli.node.pod import PodKey
-from paceline_operator.app import Operator
+from paceline_operator.app import Operator, new_token
 from paceline_operator.settings import Settings
 
 # As kubectl calls itself: applying an edited file then goes on from here, without a conflict.
@@ -68,7 +70,8 @@ class Runtime:
         ]
         balancer = LoadBalancer(store, namespace, HOST, list(zip(services, self._proxies, strict=True)))
         self._controllers = ControllerManager(store, [balancer])
-        self._operator = Operator(self._local.store, Settings(namespace=namespace))
+        token = kept_token(claim.state_dir)
+        self._operator = Operator(self._local.store, Settings(namespace=namespace), token_source=lambda: token)
         self._operator_started = False
         self._hurried = False
 
@@ -152,6 +155,23 @@ def cache_dir(environ: Mapping[str, str]) -> Path:
         return Path(environ[_CACHE_ENV])
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "paceline"
+
+
+def kept_token(state_dir: Path) -> str:
+    """What the operator makes internal tokens of: the same in each run, as in a cluster.
+
+    Tenants' salts come from it, and stored KV is found under a tenant's salt only.
+    """
+    path = state_dir / "internal-token"
+    with contextlib.suppress(FileExistsError):
+        with tempfile.NamedTemporaryFile("w", dir=state_dir, prefix=".internal-token-", delete=False) as file:
+            file.write(new_token())
+        try:
+            # All or nothing, for runs that start at the same time.
+            os.link(file.name, path)
+        finally:
+            Path(file.name).unlink()
+    return path.read_text()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
