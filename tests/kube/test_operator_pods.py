@@ -25,7 +25,7 @@ from operator_process import (
     service,
 )
 
-from paceline_api.kube import DEPLOYMENT, ENDPOINT_SLICE, EVENT, INFERENCE_SERVICE, LEASE, POD, TENANT
+from paceline_api.kube import DEPLOYMENT, ENDPOINT_SLICE, EVENT, INFERENCE_SERVICE, KV_STORE, LEASE, POD, TENANT
 from paceline_kube import OfficialKubeClient
 
 pytestmark = pytest.mark.kube
@@ -63,11 +63,11 @@ def operator(cluster: Cluster, control_plane: ControlPlane) -> Iterator[InProces
     running.stop()
 
 
-def address(cluster: Cluster, name: str) -> str:
+def address(cluster: Cluster, name: str, port_name: str = "http") -> str:
     """host:port of a ready endpoint of a Service."""
     selector = f"kubernetes.io/service-name={name}"
     for item in cluster.client.list(ENDPOINT_SLICE, cluster.namespace, label_selector=selector).items:
-        port = next((port["port"] for port in item.get("ports") or [] if port["name"] == "http"), None)
+        port = next((port["port"] for port in item.get("ports") or [] if port["name"] == port_name), None)
         for endpoint in item.get("endpoints") or []:
             if port is not None and endpoint["conditions"].get("ready"):
                 return f"{endpoint['addresses'][0]}:{port}"
@@ -163,6 +163,29 @@ def test_an_engine_that_cannot_start_says_why_in_the_condition_and_one_event(ope
     # The event is written after the status that the test has waited for.
     wait_until("the event is there", lambda: "EnginesFailing" in warnings())
     assert warnings().count("EnginesFailing") == 1
+
+
+@pytest.mark.timeout(180)
+def test_a_stores_server_runs_on_each_node_until_the_store_is_deleted(operator: InProcess, cluster: Cluster):
+    store = {
+        "apiVersion": "paceline.dev/v1alpha1",
+        "kind": "KVStore",
+        "metadata": {"name": "shared"},
+        "spec": {"mode": "node", "memory": {"capacity": "64Mi"}, "disk": {"capacity": "64Mi"}},
+    }
+    cluster.apply(store)
+    cluster.wait_reason(KV_STORE, "shared", "Serving", timeout=READY_S)
+    status = cluster.get(KV_STORE, "shared")["status"]
+    assert status["nodes"] == status["readyNodes"] >= 1
+    assert address(cluster, "shared-kv", "kv").endswith(":7460")
+    cluster.kubectl("delete", "kvstore", "shared", "--timeout=10s")
+    pods = "paceline.dev/kv-store=shared"
+    wait_until(
+        "its pods are gone",
+        lambda: cluster.client.list(POD, cluster.namespace, label_selector=pods).items == [],
+        timeout=READY_S,
+    )
+    cluster.wait_empty()
 
 
 @pytest.mark.timeout(240)
