@@ -77,7 +77,7 @@ def test_the_store_gives_the_engines_their_settings(tmp_path, capsys) -> None:
         child for child in children if child["metadata"]["name"] == "chat-engine" and "replicas" in str(child)
     )
     args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "--kv-store-config=/etc/paceline/kv-store/kv-store.json" in args
+    assert "--kv-store-config=/var/run/paceline/kv-store/kv-store.json" in args
     settings = next(child for child in children if child["kind"] == "ConfigMap")
     assert json.loads(settings["data"]["kv-store.json"])["memory"] == {"capacity": 1 << 30}
 
