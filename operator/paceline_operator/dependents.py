@@ -23,7 +23,7 @@ def keys_for(cache: Cache, kind: Kind, manifest: Manifest) -> set[Key]:
     if kind == ROUTER:
         return {Key(FLEET_KEY, namespace, name), *_services_on(cache, namespace, name)}
     if kind == TENANT:
-        return {Key(TENANT_KEY, namespace, name), *fleets(cache, namespace)}
+        return {Key(TENANT_KEY, namespace, name), *fleets(cache, namespace), *_with_quotas(cache, namespace)}
     if kind == KV_STORE:
         users = (item for item in cache.list(INFERENCE_SERVICE, namespace) if store_of(item) == name)
         return {Key(STORE_KEY, namespace, name), *_service_keys(users)}
@@ -89,6 +89,12 @@ def _for_child(cache: Cache, kind: Kind, namespace: str, manifest: Manifest) -> 
             for key in [key for key in keys if key.kind == FLEET_KEY]:
                 keys |= _services_on(cache, namespace, key.name)
     return keys
+
+
+def _with_quotas(cache: Cache, namespace: str) -> set[Key]:
+    """Stores and the services that have one: tenants' quotas are among their settings."""
+    stores = {Key(STORE_KEY, *place(item)) for item in cache.list(KV_STORE, namespace)}
+    return stores | _service_keys(item for item in cache.list(INFERENCE_SERVICE, namespace) if store_of(item))
 
 
 def _services_on(cache: Cache, namespace: str, router: str) -> set[Key]:

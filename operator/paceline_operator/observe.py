@@ -29,7 +29,7 @@ from paceline_api.names import (
 from paceline_operator.cache import Cache
 from paceline_operator.dependents import store_of
 from paceline_operator.feed import CHILD_KINDS
-from paceline_operator.planner.kv_settings import Reference, engine_references, held_by, store_references
+from paceline_operator.planner.kv_settings import Reference, engine_references, held_by, quotas_of, store_references
 from paceline_operator.planner.manifests import being_deleted, dig
 from paceline_operator.planner.model import (
     FLEET_KEY,
@@ -90,6 +90,7 @@ class Observer:
             pods=self._pods(key.namespace, LABEL_SERVICE, label),
             router=self._router_fact(key.namespace, router),
             kv_store=store,
+            quotas=quotas_of(self._cache.list(TENANT, key.namespace)) if store else {},
             store_data=self._held(store, engine_references) if store else {},
             peers=peers,
             token=token_of(self._cache.get(SECRET, key.namespace, INTERNAL_TOKEN_SECRET)),
@@ -126,6 +127,7 @@ class Observer:
             manifest=manifest,
             children=self._children(key.namespace, LABEL_STORE, label),
             pods=self._pods(key.namespace, LABEL_STORE, label),
+            quotas=quotas_of(self._cache.list(TENANT, key.namespace)),
             data=self._held(manifest, store_references),
             new_token=self._new_token(),
         )

@@ -111,7 +111,7 @@ ACCEPTED = [
         routing={"routerRef": {"name": "default"}},
         rollout={"strategy": "inPlace", "drainTimeout": "30s"},
     ),
-    other("Tenant", apiKeySecretRefs=[{"name": "keys"}], slo={"ttft": "1s"}, services=["chat"]),
+    other("Tenant", apiKeySecretRefs=[{"name": "keys"}], slo={"ttft": "1s"}, services=["chat"], kvQuota="20Gi"),
     other("Router", replicas=2, anonymousTenant="laptop", maxBodyBytes=1048576),
     *kv_store_cases.ACCEPTED,
 ]

@@ -30,6 +30,8 @@ UNBUILT_KEY = "x-paceline-unbuilt"
 BUILT_KEY = "x-paceline-built"
 INT_OR_STRING_KEY = "x-kubernetes-int-or-string"
 RULES_KEY = "x-kubernetes-validations"
+_SIZE_MIN = 1_000_000
+_SIZE_PATTERN = r"^([1-9][0-9]{6,17}|[1-9][0-9]{0,8}(M|G|T|P|Mi|Gi|Ti|Pi))$"
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
 
@@ -116,6 +118,26 @@ Quantity = Annotated[
     WithJsonSchema({INT_OR_STRING_KEY: True, "pattern": QUANTITY_PATTERN, "maxLength": 32}),
 ]
 """A Kubernetes quantity, such as 512Mi. Bytes where it sizes memory."""
+
+Size = Annotated[
+    str,
+    BeforeValidator(_text_of_number),
+    StringConstraints(pattern=_SIZE_PATTERN, max_length=18),
+    WithJsonSchema(
+        {
+            INT_OR_STRING_KEY: True,
+            "pattern": _SIZE_PATTERN,
+            "maxLength": 18,
+            RULES_KEY: [
+                {
+                    "rule": f"type(self) != int || self >= {_SIZE_MIN}",
+                    "message": f"must be at least {_SIZE_MIN} bytes, such as 512Mi",
+                }
+            ],
+        }
+    ),
+]
+"""Whole bytes, at least a million, such as 512Mi."""
 
 Duration = Annotated[
     str,

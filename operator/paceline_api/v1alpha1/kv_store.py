@@ -9,14 +9,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline_api.names import KV_ADMIN_PORT, KV_PORT
 from paceline_api.v1alpha1.base import (
-    INT_OR_STRING_KEY,
     READY_COLUMNS,
-    RULES_KEY,
     BaseStatus,
     Cel,
     Column,
@@ -26,39 +24,14 @@ from paceline_api.v1alpha1.base import (
     ObjectName,
     Part,
     Resource,
+    Size,
     Text,
 )
 
-_SIZE_MIN = 1_000_000
-_SIZE_PATTERN = r"^([1-9][0-9]{6,17}|[1-9][0-9]{0,8}(M|G|T|P|Mi|Gi|Ti|Pi))$"
 _KEY_PATTERN = r"^[-._a-zA-Z0-9]+$"
 _FOLDER_PATTERN = r"^/(var/lib|data|mnt|srv)(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+$"
 _MODEL_FOLDER = "/var/lib/paceline/model"
 
-
-def _size_text(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-Size = Annotated[
-    str,
-    BeforeValidator(_size_text),
-    StringConstraints(pattern=_SIZE_PATTERN, max_length=18),
-    WithJsonSchema(
-        {
-            INT_OR_STRING_KEY: True,
-            "pattern": _SIZE_PATTERN,
-            "maxLength": 18,
-            RULES_KEY: [
-                {
-                    "rule": f"type(self) != int || self >= {_SIZE_MIN}",
-                    "message": f"must be at least {_SIZE_MIN} bytes, such as 512Mi",
-                }
-            ],
-        }
-    ),
-]
-"""Whole bytes, at least a million, such as 512Mi."""
 
 LabelValue = Annotated[str, StringConstraints(max_length=63)]
 DataKey = Annotated[str, StringConstraints(pattern=_KEY_PATTERN, max_length=253)]
@@ -340,8 +313,8 @@ class KVStoreSpec(Part):
     reuse: Reuse | None = Field(default=None, description="When stored KV is loaded.")
     tenant_quota: Size | None = Field(
         default=None,
-        description="Most bytes of any one tenant's KV in each of memory and disk; over it, the tenant's own oldest "
-        "goes. Default: no bound.",
+        description="Most bytes of each tenant's KV in each of memory and disk, for tenants without a kvQuota; over "
+        "it, the tenant's own oldest goes. Default: no bound.",
     )
 
     @property

@@ -11,9 +11,9 @@ from paceline_api.v1alpha1.base import (
     Naming,
     ObjectName,
     Part,
-    Quantity,
     Resource,
     SecretKeyRef,
+    Size,
     Slo,
     Text,
     Unbuilt,
@@ -84,8 +84,10 @@ class TenantSpec(Part):
     services: (
         Annotated[list[ObjectName], Field(max_length=256, json_schema_extra={"x-kubernetes-list-type": "set"})] | None
     ) = Field(default=None, description="InferenceServices that the tenant may use. Default: all of the namespace.")
-    kv_quota: Annotated[Quantity | None, Unbuilt("KV quotas")] = Field(
-        default=None, description="Bytes of KV that may be kept for the tenant."
+    kv_quota: Size | None = Field(
+        default=None,
+        description="Most bytes of the tenant's KV in each memory and disk tier of each store; a change rolls the pods "
+        "that hold such tiers. Default: the store's tenantQuota.",
     )
     kv_sharing_group: Annotated[ObjectName | None, Unbuilt("shared KV between tenants")] = Field(
         default=None, description="Tenants of one group reuse one another's KV."

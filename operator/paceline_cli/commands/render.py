@@ -20,7 +20,7 @@ from paceline_cli.errors import BadInput
 from paceline_cli.inputs import SourceObject
 from paceline_cli.references import router_of
 from paceline_cli.yaml_text import dump_documents
-from paceline_operator.planner.kv_settings import Reference, engine_references, store_references
+from paceline_operator.planner.kv_settings import Reference, engine_references, quotas_of, store_references
 from paceline_operator.planner.manifests import ANNOTATION_INTENT
 from paceline_operator.planner.model import (
     Apply,
@@ -75,7 +75,8 @@ class _Files:
             if isinstance(resource, InferenceService):
                 store = self._store(item, resource, incomplete)
                 held = {} if store is None else _held(engine_references(store))
-                yield item.label, ServiceObserved(manifest=_live(item), kv_store=store, store_data=held)
+                quotas = quotas_of(self._all(TENANT.kind, item.namespace))
+                yield item.label, ServiceObserved(manifest=_live(item), kv_store=store, store_data=held, quotas=quotas)
         if incomplete:
             raise BadInput(*incomplete)
         for item, resource in self._typed:
@@ -84,14 +85,14 @@ class _Files:
         for namespace, name in self._fleets():
             yield f"{ROUTER.kind}/{name}", self._fleet(namespace, name)
 
-    @staticmethod
-    def _stores(item: SourceObject) -> Iterator[tuple[str, Observed]]:
+    def _stores(self, item: SourceObject) -> Iterator[tuple[str, Observed]]:
         """As first seen, when the operator makes a token, and with all that the store names."""
         store = _live(item)
         held = _held(store_references(store))
         made = {label: keys for label, keys in held.items() if label != f"{SECRET.kind} {kv_name(item.name)}"}
-        yield item.label, StoreObserved(manifest=store, data=made, new_token=TOKEN_PLACEHOLDER)
-        yield item.label, StoreObserved(manifest=store, data=held)
+        quotas = quotas_of(self._all(TENANT.kind, item.namespace))
+        yield item.label, StoreObserved(manifest=store, data=made, quotas=quotas, new_token=TOKEN_PLACEHOLDER)
+        yield item.label, StoreObserved(manifest=store, data=held, quotas=quotas)
 
     def _store(self, item: SourceObject, service: InferenceService, incomplete: list[str]) -> Manifest | None:
         ref = service.spec.kv_store_ref

@@ -61,7 +61,7 @@ class NodeChildren:
         label = label_value(store.metadata.name)
         self._selector = {LABEL_STORE: label, LABEL_ROLE: ROLE}
         self._labels = common_labels("paceline-kvstore", label, "kvstore") | self._selector
-        self._part = server_part(store, self._name)
+        self._part = server_part(store, self._name, observed.quotas)
         self._token = token_reference(store)
         self._ports = {PORT_KV: store_port(store), PORT_ADMIN: KV_ADMIN_PORT}
 

@@ -6,9 +6,11 @@ their paths. An engine in mode node has the node server as its only tier; in mod
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from paceline_api.kube import CONFIG_MAP, SECRET, Kind, Manifest
 from paceline_api.names import (
@@ -25,10 +27,10 @@ from paceline_api.names import (
     kv_name,
 )
 from paceline_api.quantity import parse_bytes, parse_duration_s, parse_quantity
-from paceline_api.v1alpha1 import KVStore
+from paceline_api.v1alpha1 import KVStore, Tenant
 from paceline_api.v1alpha1.kv_store import AccessMode, ClaimSpec, DiskTier, MemoryTier, Mode, ReusePolicy, S3Tier
 from paceline_api.validation import InvalidObject, parse
-from paceline_operator.planner.manifests import text_hash
+from paceline_operator.planner.manifests import being_deleted, dig, text_hash
 from paceline_operator.planner.status import Verdict, reconciling
 
 ANNOTATION_STORE_HASH = "paceline.dev/kv-store-hash"
@@ -113,26 +115,43 @@ def held_by(manifest: Manifest | None) -> Held | None:
     return {key: text_hash([uid, key, value]) for key, value in data.items() if value}
 
 
-def engine_part(store: KVStore, namespace: str, config_map: str) -> StorePart:
-    """What an engine has; the settings are under KV_SETTINGS_KEY of that ConfigMap."""
+def quotas_of(tenants: Iterable[Manifest]) -> dict[str, int]:
+    """Bytes of the tenants that have a quota of their own. One that is going or not valid has none."""
+    quotas: dict[str, int] = {}
+    for manifest in tenants:
+        if being_deleted(manifest) or dig(manifest, "spec", "kvQuota") is None:
+            continue
+        with contextlib.suppress(InvalidObject):
+            tenant = parse(manifest)
+            assert isinstance(tenant, Tenant)
+            if tenant.spec.kv_quota is not None:
+                quotas[tenant.metadata.name] = parse_bytes(tenant.spec.kv_quota)
+    return quotas
+
+
+def engine_part(
+    store: KVStore, namespace: str, config_map: str, quotas: Mapping[str, int] = MappingProxyType({})
+) -> StorePart:
+    """What an engine has; the settings are under KV_SETTINGS_KEY of that ConfigMap. quotas: bytes by tenant."""
     spec, builder = store.spec, _Builder(store, config_map)
     if spec.mode is not Mode.NODE:
         builder.on_memory(spec.memory)
-        builder.on_limits()
     if spec.on_nodes:
         builder.on_node(namespace)
     else:
         builder.on_tiers()
+    if spec.mode is not Mode.NODE:
+        builder.on_limits(quotas)
     builder.settings["reuse"] = (spec.reuse.policy if spec.reuse else ReusePolicy.MEASURED).value
     return builder.part()
 
 
-def server_part(store: KVStore, config_map: str) -> StorePart:
+def server_part(store: KVStore, config_map: str, quotas: Mapping[str, int] = MappingProxyType({})) -> StorePart:
     """What the server of each node has."""
     node, builder = store.spec.node, _Builder(store, config_map)
     builder.on_memory((node and node.memory) or store.spec.memory)
     builder.on_tiers()
-    builder.on_limits()
+    builder.on_limits(quotas)
     return builder.part()
 
 
@@ -263,12 +282,15 @@ class _Builder:
         if spec.encoding is not None:
             self.settings["encoding"] = spec.encoding.value
 
-    def on_limits(self) -> None:
+    def on_limits(self, quotas: Mapping[str, int]) -> None:
         spec = self._store.spec
         if spec.ttl is not None:
             self.settings["ttl"] = parse_duration_s(spec.ttl)
         if spec.tenant_quota is not None:
             self.settings["defaultQuota"] = parse_bytes(spec.tenant_quota)
+        # Only what has such a tier: quotas of others would roll pods for nothing.
+        if quotas and {"memory", "disk"} & self.settings.keys():
+            self.settings["tenantQuotas"] = dict(sorted(quotas.items()))
 
     def _on_disk(self, disk: DiskTier) -> None:
         capacity, folder = parse_bytes(disk.capacity), disk.path or KV_DISK_DIR

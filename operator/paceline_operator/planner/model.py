@@ -70,6 +70,7 @@ class ServiceObserved:
     """An InferenceService. `peers` are the other services on its router, `kv_store` the object its ref names.
 
     `store_data`: what the Secrets and ConfigMaps hold that the store names, by label; None for one that is not there.
+    `quotas`: bytes of stored KV by tenant.
     """
 
     manifest: Manifest
@@ -77,6 +78,7 @@ class ServiceObserved:
     pods: tuple[PodFact, ...] = ()
     router: RouterFact = RouterFact()
     kv_store: Manifest | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict[str, int])
     store_data: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict[str, "Mapping[str, str] | None"])
     peers: tuple[Manifest, ...] = ()
     token: Token = Token()
@@ -116,7 +118,8 @@ class TenantObserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreObserved:
-    """A KVStore, and the children of its node server. `data` as `ServiceObserved.store_data`.
+    """A KVStore, and the children of its node server. `data` and `quotas` as in
+    `ServiceObserved`.
 
     `new_token` is used only where the server's token is the operator's to make and there is none.
     """
@@ -124,6 +127,7 @@ class StoreObserved:
     manifest: Manifest
     children: tuple[Manifest, ...] = ()
     pods: tuple[PodFact, ...] = ()
+    quotas: Mapping[str, int] = field(default_factory=dict[str, int])
     data: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict[str, "Mapping[str, str] | None"])
     new_token: str = ""
     errors: tuple[str, ...] = ()

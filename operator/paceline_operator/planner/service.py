@@ -83,7 +83,8 @@ def _store(service: InferenceService | None, observed: ServiceObserved) -> tuple
     store, problem = read_store(observed.kv_store)
     if store is None:
         return None, reconciling("KVStoreInvalid", f"KVStore {name}: {problem}", warning=True)
-    part = engine_part(store, str(observed.manifest["metadata"]["namespace"]), engine_name(service.metadata.name))
+    namespace = str(observed.manifest["metadata"]["namespace"])
+    part = engine_part(store, namespace, engine_name(service.metadata.name), observed.quotas)
     missing = part.missing(observed.store_data)
     if missing is not None:
         return None, replace(missing, message=f"KVStore {name}: {missing.message}")

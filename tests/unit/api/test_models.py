@@ -150,7 +150,8 @@ def test_parsing_leaves_the_manifest_alone() -> None:
     [
         ("Tenant", {"weight": 3}, "spec.weight"),
         ("Tenant", {"limits": {"maxConcurrent": 1}}, "spec.limits"),
-        ("Tenant", {"kvQuota": "20Gi"}, "spec.kvQuota"),
+        ("Tenant", {"kvQuota": "20"}, "spec.kvQuota"),
+        ("Tenant", {"kvSharingGroup": "a"}, "spec.kvSharingGroup"),
         ("Router", {"tls": {"secretName": "x"}}, "spec.tls"),
         ("Router", {"queue": {}}, "spec.queue"),
     ],

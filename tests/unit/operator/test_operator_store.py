@@ -107,7 +107,7 @@ def test_engines_wait_for_the_keys_that_the_store_names_and_roll_when_they_chang
     wait_until("it rolls", lambda: config_hash(cluster.get(DEPLOYMENT, "chat-engine")) != before)
 
 
-def test_a_changed_ttl_rolls_the_engines_once_and_other_objects_roll_none(cluster, start):
+def test_a_changed_ttl_or_quota_rolls_the_engines_once_and_other_objects_roll_none(cluster, start):
     cluster.put(store(disk={"capacity": "1Gi"}))
     cluster.put(CHAT)
     operator = start()
@@ -116,6 +116,11 @@ def test_a_changed_ttl_rolls_the_engines_once_and_other_objects_roll_none(cluste
     before = cluster.get(DEPLOYMENT, "chat-engine")["metadata"]["generation"]
     cluster.put(tenant(services=["chat"]))
     settle(cluster, operator)
+    assert cluster.get(DEPLOYMENT, "chat-engine")["metadata"]["generation"] == before
+    cluster.put(tenant("other", kvQuota="500M"))
+    wait_until("its quota is known", lambda: "500000000" in str(cluster.get(CONFIG_MAP, "chat-engine")["data"]))
+    settle(cluster, operator)
+    before += 1
     assert cluster.get(DEPLOYMENT, "chat-engine")["metadata"]["generation"] == before
     cluster.put(store(disk={"capacity": "1Gi"}, ttl="1h"))
     wait_until("it rolls", lambda: cluster.get(DEPLOYMENT, "chat-engine")["metadata"]["generation"] == before + 1)

@@ -23,12 +23,13 @@ from operator_samples import (
     observed,
     service,
     store,
+    tenant,
 )
 
 from paceline_api.names import KV_ADMIN_PORT, KV_DISK_VOLUME, KV_SETTINGS_DIR, KV_SETTINGS_KEY
 from paceline_api.validation import parse
 from paceline_kvstore.config import StoreSettings, parse_settings
-from paceline_operator.planner.kv_settings import engine_references, held_by, store_references
+from paceline_operator.planner.kv_settings import engine_references, held_by, quotas_of, store_references
 from paceline_operator.planner.manifests import covers
 from paceline_operator.planner.model import Delete, StoreObserved
 from paceline_operator.planner.plan import plan
@@ -298,6 +299,37 @@ def test_a_changed_setting_rolls_what_reads_it(before, after, engines_roll, serv
     if before.get("mode"):
         servers = [applied(store_plan(item).actions)["DaemonSet"] for item in (old, new)]
         assert (config_hash(servers[0]) != config_hash(servers[1])) == servers_roll
+
+
+@pytest.mark.parametrize(
+    ("spec", "engines_roll", "servers_roll"),
+    [
+        ({"disk": DISK}, True, False),
+        ({"s3": {"bucket": "fleet-kv"}}, False, False),
+        ({"memory": {"capacity": "1Gi"}, "mode": "node"}, False, True),
+        ({"memory": {"capacity": "1Gi"}, "mode": "both"}, True, True),
+    ],
+    ids=["embedded", "S3 alone", "node", "both"],
+)
+def test_a_tenants_quota_is_known_where_there_is_memory_or_disk_to_bound(spec, engines_roll, servers_roll):
+    manifest, quotas = (
+        store(**spec),
+        quotas_of([tenant("b", kvQuota="2Gi"), tenant("a", kvQuota=3_000_000), tenant("c")]),
+    )
+    before, after = (applied(engine_plan(manifest, quotas=q).actions) for q in ({}, quotas))
+    assert (config_hash(before["Deployment"]) != config_hash(after["Deployment"])) == engines_roll
+    found = settings_of(after)
+    if "mode" in spec:
+        servers = [applied(store_plan(manifest, quotas=q).actions) for q in ({}, quotas)]
+        assert (config_hash(servers[0]["DaemonSet"]) != config_hash(servers[1]["DaemonSet"])) == servers_roll
+        found = settings_of(servers[1])
+    assert found.tenant_quotas == ({"a": 3_000_000, "b": 2 << 30} if engines_roll or servers_roll else {})
+
+
+def test_a_tenant_that_is_going_or_not_valid_has_no_quota():
+    going = tenant("going", kvQuota="2Gi")
+    going["metadata"]["deletionTimestamp"] = "2024-01-01T00:00:00Z"
+    assert quotas_of([going, tenant("broken", kvQuota="2Gi", surprise=1), tenant("a", kvQuota="2Gi")]) == {"a": 2 << 30}
 
 
 @pytest.mark.parametrize(("secret", "rolls"), [("kv-keys", True), ("s3", False)])
