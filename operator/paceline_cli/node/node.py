@@ -116,12 +116,15 @@ class ProcessNode:
     async def stop(self, grace: float | None = None) -> None:
         """Ends every pod, within `grace` seconds or each within its own period, and waits until all is gone.
 
+        Pods of DaemonSets end last: others may need them until their own end, as a drained node's pods do.
         May be called again with a smaller grace while it waits (a second Ctrl-C).
         """
         workers = list(self._workers.values())
-        for worker, _ in workers:
-            worker.terminate(grace)
-        await asyncio.gather(*(task for _, task in workers), return_exceptions=True)
+        for is_daemon in (False, True):
+            ending = [(worker, task) for worker, task in workers if worker.is_daemon is is_daemon]
+            for worker, _ in ending:
+                worker.terminate(grace)
+            await asyncio.gather(*(task for _, task in ending), return_exceptions=True)
         self._guard.close()
 
     def _trim_logs(self) -> None:

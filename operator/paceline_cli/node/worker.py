@@ -71,6 +71,12 @@ class PodWorker:
         self._last: dict[str, Any] | None = None
         self._publish_due = False
 
+    @property
+    def is_daemon(self) -> bool:
+        """Whether a DaemonSet controls the pod."""
+        owners = self._manifest["metadata"].get("ownerReferences") or []
+        return any(owner.get("kind") == "DaemonSet" and owner.get("controller") for owner in owners)
+
     def update(self, manifest: Mapping[str, Any]) -> None:
         """New labels and annotations reach downward API volumes at the next refresh; a Pod's spec is immutable."""
         self._manifest = manifest

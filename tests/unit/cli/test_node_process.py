@@ -257,6 +257,20 @@ def test_a_second_stop_may_shorten_the_first(world: World) -> None:
     run(main())
 
 
+def test_a_daemon_sets_pod_ends_after_those_that_may_need_it(world: World) -> None:
+    async def main() -> None:
+        daemon, user = server(world), server(world, lifecycle={"preStop": {"sleep": {"seconds": 1}}})
+        owner = {"kind": "DaemonSet", "name": "kv", "controller": True}
+        daemon["metadata"] |= {"name": "kv", "uid": "u0", "ownerReferences": [owner]}
+        for manifest in (daemon, user):
+            world.node.apply(manifest)
+        await until(lambda: len([note for note in world.notes if note.startswith("pid")]) == 2)
+        await world.node.stop()
+        assert world.sink.ended == ["u1", "u0"]
+
+    run(main())
+
+
 def test_a_crash_is_reported_backed_off_and_restarted(world: World) -> None:
     async def main() -> None:
         program = f"print('boom'); open({str(world.home / 'notes')!r}, 'a').write('run\\n'); raise SystemExit(3)"
