@@ -1,6 +1,7 @@
 """A whole operator over a fake cluster that has KVStores: what it makes, that it then rests, and what rolls."""
 
 import base64
+from copy import deepcopy
 
 import pytest
 from operator_samples import (
@@ -139,6 +140,22 @@ def test_a_childs_deletion_by_hand_is_noticed_and_undone(cluster, start):
         cluster.store.delete(kind, NAMESPACE, "shared-kv")
         wait_until("it is back", lambda k=kind: "shared-kv" in cluster.names(k))
         assert cluster.get(kind, "shared-kv")["metadata"]["uid"] != before
+
+
+def test_what_is_added_to_a_servers_pods_by_hand_is_taken_out(cluster, start):
+    cluster.put(store(disk={"capacity": "1Gi"}, mode="node", node={"tolerations": [{"operator": "Exists"}]}))
+    operator = start()
+    store_is_ready(cluster)
+    settle(cluster, operator)
+    before = cluster.get(DAEMON_SET, "shared-kv")
+    edited = deepcopy(before)
+    pod = edited["spec"]["template"]["spec"]
+    pod |= {"hostNetwork": True, "tolerations": []}
+    pod["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
+    cluster.store.replace(edited)
+    wanted = before["spec"]["template"]["spec"]
+    wait_until("the pods are ours", lambda: cluster.get(DAEMON_SET, "shared-kv")["spec"]["template"]["spec"] == wanted)
+    settle(cluster, operator)
 
 
 def test_a_server_that_is_wanted_no_more_goes(cluster, start):
