@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -37,14 +37,31 @@ class Chains(Generic[K]):
             if not siblings:
                 del self._children[parent]
 
-    def last(self, key: K) -> K:
-        """The end of a chain that hangs on `key`: `key` itself if nothing follows it."""
+    def onward(self, key: K) -> Iterator[K]:
+        """`key`, the newest that follows it, the newest that follows that, to the end of a chain."""
         seen: set[K] = set()
+        yield key
         # A ring cannot come from honest hashes; a forged one must not hang the tier.
         while key not in seen and (children := self._children.get(key)):
             seen.add(key)
             key = next(reversed(children))
-        return key
+            yield key
+
+    def first_end(self, order: Iterable[K], stays: Callable[[K], bool]) -> K | None:
+        """The end of the chain that hangs on the first key that has one which need not stay; None if all must."""
+        kept: set[K] = set()
+        for key in order:
+            path: list[K] = []
+            for follower in self.onward(key) if key not in kept else ():
+                if follower in kept:
+                    break
+                path.append(follower)
+            else:
+                if path and not stays(path[-1]):
+                    return path[-1]
+            # Each key is looked at once, however many keys before it lead to it.
+            kept.update(path)
+        return None
 
     def lineage(self, key: K | None) -> set[K]:
         """`key` and all that come before it, as far as they are held."""

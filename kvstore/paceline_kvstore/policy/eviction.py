@@ -1,4 +1,4 @@
-"""Which chunk goes when a tier is full: S3-FIFO or LRU, either with suffix before prefix. Must not do I/O.
+"""Which chunk goes when a tier is full: an adaptive order or LRU, either with suffix before prefix. Must not do I/O.
 
 A chunk of a conversation is of use only while every chunk before it is there. So whatever chunk an order picks, the
 end of the chain that hangs on it goes first.
@@ -6,18 +6,21 @@ end of the chain that hangs on it goes first.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from paceline_kvstore.policy.chains import Chains
-from paceline_kvstore.policy.ghost import GhostList
 
 K = TypeVar("K", bound=Hashable)
 
-SMALL_SHARE = 0.1
-"""Share of the bytes held that new chunks may take before one of them must go (S3-FIFO's small queue)."""
-FREQUENCY_MAX = 3
+WEIGHT_MAX = 1000.0
+"""How much faster a chunk that was used once may age than one that was used again."""
+STEP = 4.0
+"""How much a return changes the logarithm of the weight, times the number of chunks held."""
+GHOSTS = 4
+"""Names remembered for each chunk held."""
 GHOSTS_MIN = 64
 
 
@@ -77,104 +80,92 @@ class Lru(Generic[K]):
 
     def evict(self, spared: Callable[[K], bool] = nothing_spared, parent: K | None = None) -> K | None:
         lineage = self._chains.lineage(parent)
-        for key in self._order:
-            last = self._chains.last(key)
-            if last not in lineage and not spared(last):
-                self.remove(last)
-                return last
-        return None
+        last = self._chains.first_end(self._order, lambda key: key in lineage or spared(key))
+        if last is not None:
+            self.remove(last)
+        return last
 
 
-class S3Fifo(Generic[K]):
-    """Three FIFO queues (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023).
+class AdaptiveLru(Generic[K]):
+    """The oldest first, where a chunk that was used once ages faster than one that was used again; how much is learnt.
 
-    New chunks enter a small queue; what was used twice or more when it reaches the end moves to the main queue, the
-    rest goes and leaves its name in a ghost list; a chunk whose name is there enters the main queue at once. The main
-    queue gives used chunks another round for each use, up to three. Queues are measured in bytes, the ghost list in
-    names: as many as chunks are held.
+    With a weight of 1 this is LRU, which is best where everything comes again soon; with a large one it resists scans,
+    as small caches must. The names of chunks that went are kept for a while. When one returns that had been used once,
+    the weight falls; had it been used again, the weight rises: the balance of ARC (Megiddo and Modha, FAST 2003), here
+    of ages instead of queue lengths. What returns counts as used again. Ages count uses of the tier.
     """
 
     def __init__(self) -> None:
-        self._small: OrderedDict[K, int] = OrderedDict()
-        self._main: OrderedDict[K, int] = OrderedDict()
-        self._small_bytes = 0
-        self._bytes = 0
-        self._uses: dict[K, int] = {}
-        self._ghosts: GhostList[K] = GhostList(GHOSTS_MIN)
+        self.weight = 1.0
+        self._clock = 0
+        # When each was used last, oldest first.
+        self._once: OrderedDict[K, int] = OrderedDict()
+        self._again: OrderedDict[K, int] = OrderedDict()
+        # Hashes instead of keys: a tenth of the memory, and a collision merely makes a new chunk look familiar.
+        self._ghosts: OrderedDict[int, bool] = OrderedDict()
+        self._again_ghosts = 0
         self._chains: Chains[K] = Chains()
 
     def __len__(self) -> int:
-        return len(self._uses)
-
-    def keys(self) -> Iterator[K]:
-        yield from self._small
-        yield from self._main
+        return len(self._once) + len(self._again)
 
     def add(self, key: K, size: int, parent: K | None = None) -> None:
-        if key in self._uses:
+        if key in self._once or key in self._again:
             raise ValueError(f"{key} is there already: touch it, or remove it first")
-        if self._ghosts.discard(key):
-            self._main[key] = size
+        self._clock += 1
+        again = self._ghosts.get(hash(key))
+        if again is None:
+            self._once[key] = self._clock
         else:
-            self._small[key] = size
-            self._small_bytes += size
-        self._bytes += size
-        self._uses[key] = 0
+            self._learn(again)
+            self._forget(hash(key))
+            self._again[key] = self._clock
         self._chains.add(key, parent)
 
     def touch(self, key: K) -> None:
-        uses = self._uses.get(key)
-        if uses is not None and uses < FREQUENCY_MAX:
-            self._uses[key] = uses + 1
+        self._clock += 1
+        if key in self._again:
+            self._again[key] = self._clock
+            self._again.move_to_end(key)
+        elif key in self._once:
+            del self._once[key]
+            self._again[key] = self._clock
 
     def remove(self, key: K) -> None:
-        if self._uses.pop(key, None) is None:
+        if self._once.pop(key, None) is None and self._again.pop(key, None) is None:
             return
-        size = self._small.pop(key, None)
-        if size is None:
-            size = self._main.pop(key)
-        else:
-            self._small_bytes -= size
-        self._bytes -= size
         self._chains.remove(key)
 
     def evict(self, spared: Callable[[K], bool] = nothing_spared, parent: K | None = None) -> K | None:
         lineage = self._chains.lineage(parent)
+        last = self._chains.first_end(self._by_age(), lambda key: key in lineage or spared(key))
+        if last is not None:
+            self._remember(hash(last), again=last in self._again)
+            self.remove(last)
+        return last
 
-        def stays(key: K) -> bool:
-            return key in lineage or spared(key)
+    def _by_age(self) -> Iterator[K]:
+        """Each chunk, those of the queue whose oldest goes first before those of the other."""
+        first, second = self._once, self._again
+        if first and second:
+            once, again = (self._clock + 1 - next(iter(queue.values())) for queue in (first, second))
+            if once * self.weight < again:
+                first, second = second, first
+        yield from first
+        yield from second
 
-        for _ in range(len(self._uses)):
-            key = self._pass_over_used()
-            last = self._chains.last(key)
-            if not stays(last):
-                return self._evicted(last)
-            (self._small if key in self._small else self._main).move_to_end(key)
-        # One queue may be all spared, or all be used: then anything that can go.
-        last = next((last for key in self.keys() if not stays(last := self._chains.last(key))), None)
-        return None if last is None else self._evicted(last)
+    def _learn(self, again: bool) -> None:
+        """A chunk that went returned. The rarer kind of name moves the weight more: fewer of them can return."""
+        mine = self._again_ghosts if again else len(self._ghosts) - self._again_ghosts
+        share = STEP * max(1.0, (len(self._ghosts) - mine) / mine) / (len(self) + 1)
+        self.weight = min(WEIGHT_MAX, max(1.0, self.weight * math.exp(share if again else -share)))
 
-    def _evicted(self, key: K) -> K:
-        if key in self._small:
-            self._ghosts.limit = max(GHOSTS_MIN, len(self._uses))
-            self._ghosts.add(key)
-        self.remove(key)
-        return key
+    def _remember(self, name: int, *, again: bool) -> None:
+        self._forget(name)
+        self._ghosts[name] = again
+        self._again_ghosts += again
+        while len(self._ghosts) > max(GHOSTS_MIN, GHOSTS * len(self)):
+            self._forget(next(iter(self._ghosts)))
 
-    def _pass_over_used(self) -> K:
-        """The first chunk at an end of a queue that was not used enough to stay. Needs at least one chunk."""
-        while True:
-            if self._small and (not self._main or self._small_bytes >= SMALL_SHARE * self._bytes):
-                key = next(iter(self._small))
-                if self._uses[key] <= 1:
-                    return key
-                size = self._small.pop(key)
-                self._small_bytes -= size
-                self._main[key] = size
-                self._uses[key] = 0
-                continue
-            key = next(iter(self._main))
-            if not self._uses[key]:
-                return key
-            self._uses[key] -= 1
-            self._main.move_to_end(key)
+    def _forget(self, name: int) -> None:
+        self._again_ghosts -= self._ghosts.pop(name, False)

@@ -14,7 +14,7 @@ from paceline_kvstore.arena import Allocator, Arena, Bytes, map_memory, pages
 from paceline_kvstore.codec import Buffer
 from paceline_kvstore.errors import CorruptChunk, KVStoreError
 from paceline_kvstore.keys import ChunkKey
-from paceline_kvstore.policy.eviction import Eviction, S3Fifo, nothing_spared
+from paceline_kvstore.policy.eviction import AdaptiveLru, Eviction, nothing_spared
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.stats import TierStats
 from paceline_kvstore.tiers.base import Filling, Lease, Listener
@@ -39,7 +39,7 @@ class MemoryTier:
     `capacity` bounds the payloads' pages, also of chunks that are gone while somebody still reads them; Python's
     bookkeeping (about 1 KiB a chunk) comes on top. The checksum is made when a chunk comes in, and `get` checks it;
     `lease` and `read_into` trust this process's memory. `allocate` makes the arena's memory: pinned, where a device
-    reads it. `eviction` decides what goes; S3-FIFO by default. `spared`: chunks that must stay.
+    reads it. `eviction` decides what goes; `AdaptiveLru` by default. `spared`: chunks that must stay.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MemoryTier:
         self.listener: Listener | None = None
         self._capacity = capacity_bytes
         self._arena = Arena(capacity_bytes, allocate)
-        self._eviction: Eviction[ChunkKey] = S3Fifo() if eviction is None else eviction
+        self._eviction: Eviction[ChunkKey] = AdaptiveLru() if eviction is None else eviction
         self._spared = spared
         self._stats = TierStats()
         self._lock = Lock()
