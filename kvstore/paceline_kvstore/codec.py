@@ -17,6 +17,7 @@ forger. Must not do I/O.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 
 import xxhash
 
@@ -65,7 +66,7 @@ def encode_header(key: ChunkKey, payload: Buffer) -> bytes:
     """The header alone, HEADER_BYTES long, for a payload that stays in a buffer of its own."""
     source = as_bytes(payload)
     fields = _PREFIX.pack(MAGIC, VERSION, HEADER_BYTES, 0, len(source)) + key.to_bytes() + _PADDING
-    return fields + _checksum(fields, source)
+    return fields + _checksum(fields, (source,))
 
 
 class Checksum:
@@ -94,7 +95,13 @@ def decode(buffer: Buffer, key: ChunkKey) -> memoryview:
 
 def check(header: Buffer, payload: Buffer, key: ChunkKey) -> None:
     """`decode` for a header and a payload in two buffers, same errors."""
-    found = _verified_key(as_bytes(header), as_bytes(payload))
+    view = as_bytes(payload)
+    check_parts(header, len(view), (view,), key)
+
+
+def check_parts(header: Buffer, payload_bytes: int, parts: Iterable[Buffer], key: ChunkKey) -> None:
+    """`check` for a payload that comes in parts, in order; they are taken from the iterator one at a time."""
+    found = _verified_key(as_bytes(header), payload_bytes, parts)
     if found != key:
         raise ForeignChunk(f"the chunk is {found}, asked for was {key}")
 
@@ -102,7 +109,8 @@ def check(header: Buffer, payload: Buffer, key: ChunkKey) -> None:
 def read_key(buffer: Buffer) -> ChunkKey:
     """The key of a chunk whose key is not known yet, as in a scan. Raises CorruptChunk or UnsupportedVersion."""
     view = as_bytes(buffer)
-    return _verified_key(view[:HEADER_BYTES], view[HEADER_BYTES:])
+    payload = view[HEADER_BYTES:]
+    return _verified_key(view[:HEADER_BYTES], len(payload), (payload,))
 
 
 def read_header(header: Buffer) -> tuple[ChunkKey, int]:
@@ -134,19 +142,20 @@ def as_bytes(buffer: Buffer) -> memoryview:
     return view.cast("B")
 
 
-def _checksum(fields: bytes | memoryview, payload: memoryview) -> bytes:
+def _checksum(fields: bytes | memoryview, parts: Iterable[Buffer]) -> bytes:
     digest = xxhash.xxh3_128(fields)
-    digest.update(payload)
+    for part in parts:
+        digest.update(part)
     return digest.digest()
 
 
-def _verified_key(header: memoryview, payload: memoryview) -> ChunkKey:
+def _verified_key(header: memoryview, payload_bytes: int, parts: Iterable[Buffer]) -> ChunkKey:
     """The key that the header names, after everything else was checked."""
-    key, payload_bytes = read_header(header)
-    if payload_bytes != len(payload):
+    key, promised = read_header(header)
+    if promised != payload_bytes:
         raise CorruptChunk(
-            f"the header promises {HEADER_BYTES} + {payload_bytes} bytes, the buffer has {len(header) + len(payload)}"
+            f"the header promises {HEADER_BYTES} + {promised} bytes, the buffer has {len(header) + payload_bytes}"
         )
-    if bytes(header[_CHECKSUM_START:]) != _checksum(header[:_CHECKSUM_START], payload):
+    if bytes(header[_CHECKSUM_START:]) != _checksum(header[:_CHECKSUM_START], parts):
         raise CorruptChunk("the checksum does not match")
     return key

@@ -11,16 +11,20 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from paceline_kvstore.arena import Bytes
-from paceline_kvstore.disk.record import BLOCK
+from paceline_kvstore.disk import aio
+from paceline_kvstore.disk.record import BLOCK, blocks
 from paceline_kvstore.errors import CorruptChunk
 
 BOUNCE_BYTES = 2 << 20
+PIECE_BYTES = 4 << 20
+"""What is read before its checksum is begun; larger payloads are checked while the rest of them is read or written."""
 
 
 class _Scratch(threading.local):
@@ -55,9 +59,11 @@ def supports_direct(folder: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
-def write(fd: int, offset: int, header: bytes, payload: Bytes, *, direct: bool) -> None:
-    """A header block and the payload, each padded to blocks. OSError if not all of it was written."""
-    _fill(_scratch.header, header)
+def write(fd: int, offset: int, payload: Bytes, header: Callable[[], bytes], *, direct: bool) -> None:
+    """A header block and the payload, each padded to blocks. OSError if not all of it was written.
+
+    `header` is called once, while the device already has the payload if that is large: it may take as long.
+    """
     whole = len(payload) // BLOCK * BLOCK
     tail: list[Bytes] = []
     if len(payload) > whole:
@@ -65,9 +71,12 @@ def write(fd: int, offset: int, header: bytes, payload: Bytes, *, direct: bool) 
         tail.append(_scratch.tail)
     if not direct or _is_aligned(payload):
         body = [payload[:whole]] if whole else []
+        if direct and whole > PIECE_BYTES and _write_beside(fd, offset, [*body, *tail], header):
+            return
+        _fill(_scratch.header, header())
         _write_all(fd, [_scratch.header, *body, *tail], offset)
         return
-    _write_all(fd, [_scratch.header], offset)
+    write_block(fd, offset, header())
     for start in range(0, whole, BOUNCE_BYTES):
         piece = payload[start : min(start + BOUNCE_BYTES, whole)]
         np.copyto(_scratch.bounce[: len(piece)], piece)
@@ -76,27 +85,84 @@ def write(fd: int, offset: int, header: bytes, payload: Bytes, *, direct: bool) 
         _write_all(fd, tail, offset + BLOCK + whole)
 
 
-def read(fd: int, offset: int, target: Bytes, *, direct: bool) -> bytes:
-    """Fill `target` with the payload of the record at `offset`; its header block.
+def _write_beside(fd: int, offset: int, parts: Sequence[Bytes], header: Callable[[], bytes]) -> bool:
+    """`write` with the header made meanwhile; False, with nothing done, where that is not to be had."""
+    flight = aio.flight()
+    if not flight.available:
+        return False
+    starts = [offset + BLOCK + start for start in accumulate((len(part) for part in parts), initial=0)]
+    transfers = [aio.Transfer(part, start) for part, start in zip(parts, starts, strict=False)]
+    try:
+        try:
+            flight.begin(fd, aio.WRITE, transfers)
+        except OSError:
+            return False
+        write_block(fd, offset, header())
+        for number, part in enumerate(parts):
+            written = flight.wait(number)
+            if written != len(part):
+                raise OSError(errno.ENOSPC, f"{written} of {len(part)} bytes were written")
+    finally:
+        flight.drain()
+    return True
+
+
+def read(fd: int, offset: int, target: Bytes, *, direct: bool) -> Iterator[Bytes]:
+    """Fill `target` with the payload of the record at `offset`: its header block, then parts of `target` once they are
+    filled, in order. Close the iterator before `target` is used for something else.
 
     OSError, CorruptChunk at the file's end.
     """
     whole = len(target) // BLOCK * BLOCK
     tail = [_scratch.tail] if len(target) > whole else []
-    if not direct or _is_aligned(target):
+    is_aligned = _is_aligned(target)
+    if not direct or (is_aligned and (whole <= PIECE_BYTES or not aio.flight().available)):
         body = [target[:whole]] if whole else []
         _read_all(fd, [_scratch.header, *body, *tail], offset)
+        yield _scratch.header
+        yield from body
     else:
-        _read_all(fd, [_scratch.header], offset)
-        for start in range(0, whole, BOUNCE_BYTES):
-            piece = target[start : min(start + BOUNCE_BYTES, whole)]
-            _read_all(fd, [_scratch.bounce[: len(piece)]], offset + BLOCK + start)
-            np.copyto(piece, _scratch.bounce[: len(piece)])
+        yield from (_read_ahead if is_aligned else _read_bounced)(fd, offset, target[:whole])
         if tail:
             _read_all(fd, tail, offset + BLOCK + whole)
     if tail:
         np.copyto(target[whole:], _scratch.tail[: len(target) - whole])
-    return _scratch.header.tobytes()
+        yield target[whole:]
+
+
+def _read_ahead(fd: int, offset: int, target: Bytes) -> Iterator[Bytes]:
+    """The header and all pieces in flight at once."""
+    size = max(PIECE_BYTES, BLOCK * -(-blocks(len(target)) // (aio.DEPTH - 1)))
+    pieces = [
+        aio.Transfer(target[start : start + size], offset + BLOCK + start) for start in range(0, len(target), size)
+    ]
+    parts = [aio.Transfer(_scratch.header, offset), *pieces]
+    flight = aio.flight()
+    try:
+        try:
+            flight.begin(fd, aio.READ, parts)
+        except OSError:
+            # Not every file system takes such a read; this one fails only if the device does.
+            _read_all(fd, [_scratch.header, target], offset)
+            yield from (_scratch.header, target)
+            return
+        for number, part in enumerate(parts):
+            got = flight.wait(number)
+            if got != len(part.memory):
+                raise _cut_off(got, len(part.memory), part.offset)
+            yield part.memory
+    finally:
+        flight.drain()
+
+
+def _read_bounced(fd: int, offset: int, target: Bytes) -> Iterator[Bytes]:
+    _read_all(fd, [_scratch.header], offset)
+    yield _scratch.header
+    for start in range(0, len(target), BOUNCE_BYTES):
+        piece = target[start : start + BOUNCE_BYTES]
+        _read_all(fd, [_scratch.bounce[: len(piece)]], offset + BLOCK + start)
+        np.copyto(piece, _scratch.bounce[: len(piece)])
+        yield piece
 
 
 def write_block(fd: int, offset: int, block: bytes) -> None:
@@ -137,4 +203,8 @@ def _read_all(fd: int, parts: Sequence[Bytes], offset: int) -> None:
     size = sum(len(part) for part in parts)
     got = os.preadv(fd, [part.data for part in parts], offset)
     if got != size:
-        raise CorruptChunk(f"{got} of {size} bytes are there at {offset}: the file was cut")
+        raise _cut_off(got, size, offset)
+
+
+def _cut_off(got: int, size: int, offset: int) -> CorruptChunk:
+    return CorruptChunk(f"{got} of {size} bytes are there at {offset}: the file was cut")

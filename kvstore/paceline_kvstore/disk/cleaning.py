@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
-from paceline_kvstore import codec
 from paceline_kvstore.arena import Bytes
 from paceline_kvstore.disk.catalog import Catalog, Place
 from paceline_kvstore.disk.record import BLOCK, Record, record_bytes
@@ -146,8 +145,7 @@ class Cleaner:
                 key = ChunkKey.from_bytes(catalog.index.key(slot))
             payload = self._buffer(place.payload_bytes)
             try:
-                record = place.segment.read(place.offset, payload)
-                codec.check(record.chunk, payload.data, key)
+                record = place.segment.read(place.offset, payload, key)
             except (OSError, KVStoreError):
                 continue
             target = self._copy(slot, place, record, payload)
@@ -163,7 +161,7 @@ class Cleaner:
             return None
         target, offset = room
         try:
-            target.write(offset, record, payload)
+            target.write(offset, payload, lambda: record)
             with catalog.lock:
                 counts = catalog.index.segment[slot] == place.segment.number and catalog.place(slot) == place
                 if counts:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline_kvstore import codec
 from paceline_kvstore.arena import Bytes
 from paceline_kvstore.disk.catalog import Catalog
 from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
@@ -127,8 +126,7 @@ def _adopt(
             # A copy that a crash tore must not take the place of the good record that it was made from.
             if check_payloads or catalog.index.find(record.key):
                 payload: Bytes = np.empty(record.payload_bytes, dtype=np.uint8)
-                segment.read(offset, payload)
-                codec.check(record.chunk, payload.data, key)
+                segment.read(offset, payload, key)
         except (OSError, ValueError, KVStoreError) as error:
             reason = error if isinstance(error, KVStoreError) else CorruptChunk(str(error))
             quarantine.add(None, f"{segment.path}:{offset}", reason)

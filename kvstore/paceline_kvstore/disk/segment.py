@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import os
 from array import array
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
+from paceline_kvstore import codec
 from paceline_kvstore.arena import Bytes
 from paceline_kvstore.disk import blockio
 from paceline_kvstore.disk.record import (
@@ -27,6 +30,7 @@ from paceline_kvstore.disk.record import (
     encode_segment,
     record_start,
 )
+from paceline_kvstore.keys import ChunkKey
 
 PATTERN = "segment-*.kv"
 SPARE_NAME = "spare.kv"
@@ -112,11 +116,20 @@ class Segment:
         segment.nonce = decode_segment(blockio.read_block(fd, 0), number)
         return segment
 
-    def write(self, offset: int, record: Record, payload: Bytes) -> None:
-        """Write a record where it was promised room. OSError."""
-        header = encode_record(record, self.nonce, offset)
-        blockio.write(self._fd, offset, header, payload, direct=self._direct)
+    def write(self, offset: int, payload: Bytes, make: Callable[[], Record]) -> Record:
+        """Write a payload and the record that `make` makes for it where they were promised room. OSError.
+
+        `make` runs while the device has a large payload already, so it may take its checksum.
+        """
+        made: list[Record] = []
+
+        def header() -> bytes:
+            made.append(make())
+            return encode_record(made[0], self.nonce, offset)
+
+        blockio.write(self._fd, offset, payload, header, direct=self._direct)
         self._unsynced = True
+        return made[0]
 
     def kill(self, offset: int, payload_bytes: int) -> None:
         """Mark a record dead in place: a scan steps over it. OSError; then `sync` tries again."""
@@ -151,9 +164,12 @@ class Segment:
             offset += len(blocks) * BLOCK
         return self.end
 
-    def read(self, offset: int, target: Bytes) -> Record:
-        """Fill `target` with a payload, unverified; the record's header, verified. OSError, CorruptChunk."""
-        return decode_record(blockio.read(self._fd, offset, target, direct=self._direct), self.nonce, offset)
+    def read(self, offset: int, target: Bytes, key: ChunkKey) -> Record:
+        """Fill `target` with the payload of `key`; its record, all verified. OSError, KVStoreError."""
+        with closing(blockio.read(self._fd, offset, target, direct=self._direct)) as parts:
+            record = decode_record(next(parts).data, self.nonce, offset)
+            codec.check_parts(record.chunk, len(target), (part.data for part in parts), key)
+        return record
 
     def read_header(self, offset: int) -> Record:
         """OSError, CorruptChunk."""

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -65,8 +66,11 @@ class Writer:
         """True for a while after the device failed: nothing is written."""
         return self._steady() < self._paused_until
 
-    def append(self, record: Record, payload: Bytes, *, durable: bool) -> bool:
-        """Write a record and make it findable, on the device first if `durable`. False if that was not possible."""
+    def append(self, record: Record, payload: Bytes, seal: Callable[[], bytes], *, durable: bool) -> bool:
+        """Write a record and make it findable, on the device first if `durable`. False if that was not possible.
+
+        `seal` makes the chunk header that `record` lacks.
+        """
         with self.room:
             head = self._head(record.size) if self._make_room(record.size, record.parent) else None
         if head is None:
@@ -74,7 +78,7 @@ class Writer:
         segment, offset = head
         written, failure = False, None
         try:
-            segment.write(offset, record, payload)
+            record = segment.write(offset, payload, lambda given=record: replace(given, chunk=seal()))
             if durable:
                 segment.sync()
             written = True

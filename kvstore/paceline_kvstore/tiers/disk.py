@@ -153,9 +153,11 @@ class DiskTier:
             stored_ms=max(0, int(self._options.clocks.wall() * 1000)),
             tenant=tenant_digest(tenant),
             parent=NO_PARENT if parent is None else parent.to_bytes(),
-            chunk=codec.encode_header(key, source.data),
         )
-        return self._writer.append(record, source, durable=durable) or self._refused()
+        return (
+            self._writer.append(record, source, lambda: codec.encode_header(key, source.data), durable=durable)
+            or self._refused()
+        )
 
     def get(self, key: ChunkKey, *, deadline: float | None = None) -> memoryview | None:
         target = self._read(key, self._buffer)
@@ -269,8 +271,7 @@ class DiskTier:
         while (place := self._look(wire)) is not None and place != tried:
             target = buffer(place.payload_bytes)
             try:
-                record = place.segment.read(place.offset, target)
-                codec.check(record.chunk, target.data, key)
+                place.segment.read(place.offset, target, key)
             except (OSError, KVStoreError) as error:
                 # If the record was moved while it was read, its new place is tried, too.
                 self._drop_bad(wire, place, key, error)
