@@ -177,9 +177,14 @@ def read_block(fd: int, offset: int) -> bytes:
     return _scratch.header.tobytes()
 
 
-def read_window(fd: int, offset: int) -> Bytes:
+def read_window(fd: int, offset: int, memory: Bytes) -> int:
+    """Fill page-aligned `memory` with what the file has from `offset` on; bytes read."""
+    return os.preadv(fd, [memory.data], offset)
+
+
+def read_bounce(fd: int, offset: int) -> Bytes:
     """What the file has from `offset` on, at most BOUNCE_BYTES, in memory that the thread's next call overwrites."""
-    return _scratch.bounce[: os.preadv(fd, [_scratch.bounce.data], offset)]
+    return _scratch.bounce[: read_window(fd, offset, _scratch.bounce)]
 
 
 def _fill(block: Bytes, content: bytes | Bytes) -> None:

@@ -1,31 +1,50 @@
 """Opening a folder: the lock, the segments that are there, and the index rebuilt from their records' headers.
 
-Nothing that a crash can leave behind is trusted. A block that is no header is stepped over, one block at a time, so
-that a hole or a torn record hides nothing behind it. Payloads of the last segment, where writes were going on, and of
-chunks found twice are read and checked here; all others when they are asked for. Parents are linked when all records
-are known.
+Payloads of the last segment, where writes were going on, and of chunks found twice are read and checked here; all
+others when they are asked for. Parents are linked when all records are known.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
-from paceline_kvstore.arena import Bytes
 from paceline_kvstore.disk.catalog import Catalog
-from paceline_kvstore.disk.record import BLOCK, NO_PARENT, Record
+from paceline_kvstore.disk.record import BLOCK, NO_PARENT
+from paceline_kvstore.disk.scan import Found, payload_fault, scan
 from paceline_kvstore.disk.segment import PATTERN, SPARE_NAME, Segment, number_of, path_of, sync_folder
 from paceline_kvstore.errors import CorruptChunk, FolderUnusable, KVStoreError
-from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.quarantine import Quarantine
 
 LOCK_NAME = "lock"
+THREADS = 4
+"""Segments that are read at a time: a device answers several reads of one block as fast as one."""
+PROGRESS_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class _Progress:
+    """A line in the log every few seconds, and at the end if there was one before."""
+
+    def __init__(self, folder: Path, segments: int) -> None:
+        self._folder, self._segments, self._done = folder, segments, 0
+        self._next = time.monotonic() + PROGRESS_S
+        self._told = False
+
+    def step(self, chunks: int) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now >= self._next or (self._told and self._done == self._segments):
+            self._next, self._told = now + PROGRESS_S, True
+            log.info("%s: %d of %d segments read, %d chunks", self._folder, self._done, self._segments, chunks)
 
 
 def lock_folder(folder: Path) -> int:
@@ -64,76 +83,64 @@ def recover(catalog: Catalog, folder: Path, quarantine: Quarantine, *, direct: b
         sync_folder(folder)
     except OSError as error:
         raise FolderUnusable(f"the KV folder {folder} cannot be synced: {error.strerror}") from None
+    segments: list[Segment] = []
     for number in numbers:
         path = path_of(folder, number)
         try:
-            segment = Segment.open(path, number, direct=direct)
+            segments.append(Segment.open(path, number, direct=direct))
         except (OSError, KVStoreError) as error:
             _give_up(path, error, quarantine)
-            continue
-        end = _adopt(catalog, segment, quarantine, orphans, check_payloads=number == numbers[-1])
-        if number == numbers[-1]:
+    progress = _Progress(folder, len(segments))
+    for segment, found in _scans(segments, last=max(numbers, default=0)):
+        end = _adopt(catalog, segment, found, quarantine, orphans)
+        if segment.number == numbers[-1]:
             _cut(segment, end)
             catalog.active = segment
         catalog.add_segment(segment)
+        progress.step(len(catalog.index))
     for slot, parent in orphans:
         above = catalog.index.find(parent)
         if above and above != slot and catalog.index.segment[slot] and not catalog.index.parent[slot]:
             catalog.index.link(slot, above)
 
 
-def records(segment: Segment) -> Iterator[tuple[int, Record]]:
-    """Offset and header of each record, dead ones included, whose blocks are all within the file."""
-    offset = BLOCK
-    while offset + BLOCK <= segment.end:
-        try:
-            record = segment.read_header(offset)
-        except (OSError, CorruptChunk):
-            offset = _next(segment, offset + BLOCK)
-            continue
-        if offset + record.size > segment.end:
-            offset = _next(segment, offset + BLOCK)
-            continue
-        yield offset, record
-        offset += record.size
-
-
-def _next(segment: Segment, offset: int) -> int:
-    try:
-        return segment.find_record(offset)
-    except OSError:
-        return offset
+def _scans(segments: Sequence[Segment], *, last: int) -> Iterator[tuple[Segment, list[Found]]]:
+    """Each segment with its records, in order, a few read ahead. Payloads of segment number `last` are checked."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="kv-scan") as pool:
+        waiting: deque[tuple[Segment, Future[list[Found]]]] = deque()
+        for segment in segments:
+            waiting.append((segment, pool.submit(scan, segment, check_payloads=segment.number == last)))
+            if len(waiting) > THREADS:
+                ahead, future = waiting.popleft()
+                yield ahead, future.result()
+        for ahead, future in waiting:
+            yield ahead, future.result()
 
 
 def _adopt(
     catalog: Catalog,
     segment: Segment,
+    found: Sequence[Found],
     quarantine: Quarantine,
     orphans: list[tuple[int, bytes]],
-    *,
-    check_payloads: bool,
 ) -> int:
     """Index a segment's records; where the last good one ends."""
     end = BLOCK
     # Published records of this segment need it in the catalog when a later one takes their place.
     catalog.segments[segment.number] = segment
-    for offset, record in records(segment):
-        if record.dead:
-            end = offset + record.size
-            continue
-        try:
-            key = ChunkKey.from_bytes(record.key)
-            # A copy that a crash tore must not take the place of the good record that it was made from.
-            if check_payloads or catalog.index.find(record.key):
-                payload: Bytes = np.empty(record.payload_bytes, dtype=np.uint8)
-                segment.read(offset, payload, key)
-        except (OSError, ValueError, KVStoreError) as error:
-            reason = error if isinstance(error, KVStoreError) else CorruptChunk(str(error))
-            quarantine.add(None, f"{segment.path}:{offset}", reason)
+    for one in found:
+        offset, record, bad = one.offset, one.record, one.bad
+        # A copy that a crash tore must not take the place of the good record that it was made from.
+        if bad is None and not record.dead and catalog.index.find(record.key):
+            bad = payload_fault(segment, offset, record)
+        if bad is not None:
+            quarantine.add(None, f"{segment.path}:{offset}", bad)
             with suppress(OSError):
                 segment.kill(offset, record.payload_bytes)
             continue
         end = offset + record.size
+        if record.dead:
+            continue
         slot, dead = catalog.publish(segment, offset, record)
         if dead is not None:
             with suppress(OSError):

@@ -153,7 +153,7 @@ class Segment:
     def find_record(self, offset: int) -> int:
         """The first block from `offset` on that looks like a record's header of this segment, or `end`. OSError."""
         while offset < self.end:
-            window = blockio.read_window(self._fd, offset)
+            window = blockio.read_bounce(self._fd, offset)
             blocks = window[: len(window) // BLOCK * BLOCK].reshape(-1, BLOCK)[:, :RECORD_START_BYTES]
             start = np.frombuffer(record_start(self.nonce), dtype=np.uint8)
             found = np.flatnonzero((blocks[:, RECORD_START] == start[RECORD_START]).all(axis=1))
@@ -170,6 +170,10 @@ class Segment:
             record = decode_record(next(parts).data, self.nonce, offset)
             codec.check_parts(record.chunk, len(target), (part.data for part in parts), key)
         return record
+
+    def read_window(self, offset: int, memory: Bytes) -> int:
+        """Fill page-aligned `memory` with what the file has from a block on; bytes read. OSError."""
+        return blockio.read_window(self._fd, offset, memory)
 
     def read_header(self, offset: int) -> Record:
         """OSError, CorruptChunk."""
