@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def _write_beside(fd: int, offset: int, parts: Sequence[Bytes], header: Callable
     return True
 
 
-def read(fd: int, offset: int, target: Bytes, *, direct: bool) -> Iterator[Bytes]:
+def read(fd: int, offset: int, target: Bytes, *, direct: bool) -> Generator[Bytes, None, None]:
     """Fill `target` with the payload of the record at `offset`: its header block, then parts of `target` once they are
     filled, in order. Close the iterator before `target` is used for something else.
 
