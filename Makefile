@@ -53,7 +53,7 @@ gen: $(STAMP) ## Write the generated files: CRDs, reference pages
 bench-engine: $(STAMP) ## Engine speed beside llama.cpp, transformers and the machine's roof
 	$(PY) benchmarks/engine.py
 
-bench-kv: $(STAMP) ## Tiers of the KV store beside memcpy, the raw device and plain boto3 -> benchmarks/results/kv.json
+bench-kv: $(STAMP) ## Tiers of the KV store beside memcpy, the raw device, a raw socket, plain boto3 and LMCache, 6 minutes -> benchmarks/results/kv.json
 	$(PY) benchmarks/kv.py
 
 bench-mechanisms: $(STAMP) ## Each mechanism of the engine on and off, as ratios -> benchmarks/results/mechanisms.json

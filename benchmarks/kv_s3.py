@@ -1,7 +1,5 @@
 """The S3 tier beside plain boto3 against the same server: gets of chunks, and puts until they are durable.
 
-    python benchmarks/kv_s3.py [--folder /dev/shm] [--rounds 7]
-
 A SeaweedFS keeps its data in a folder in memory. Variants are interleaved: every round runs each of them once, over the
 same objects, and a ratio is the median of the rounds' own ratios. Plain boto3 runs with the numbers of threads that
 anyone would try; the best of them in a round is the peer. It checks nothing; the tier verifies every chunk.
@@ -9,7 +7,6 @@ anyone would try; the best of them in a round is the peer. It checks nothing; th
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -22,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kv_rounds import MIB, log
 from report import Bar, Report, Row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hack"))
@@ -36,10 +34,9 @@ from paceline_kvstore.s3.settings import S3Settings
 from paceline_kvstore.tiers.guarded import GuardedTier
 from paceline_kvstore.tiers.s3 import open_s3
 
-MIB = 1 << 20
 SIZES = (1 * MIB, 8 * MIB, 32 * MIB)
 THREADS = (1, 4, 8, 16)
-BYTES_A_ROUND = 128 * MIB
+BYTES_A_ROUND = 64 * MIB
 GET_SHARE = 0.8
 
 
@@ -131,6 +128,7 @@ def get_speeds(report: Report, settings: S3Settings, tier: GuardedTier, num_byte
         report.rows.append(Row(f"S3 get {size}, {threads} at a time", "speed", "MB/s", ours, plain, "boto3"))
     ratio = median(_best(speeds, "ours") / _best(speeds, "plain") for speeds in measured)
     report.bars.append(Bar(f"S3 get {size} / best plain boto3", round(ratio, 3), ">=", GET_SHARE))
+    log.info("  S3 get %s: %.2f x best plain boto3", size, ratio)
 
 
 def put_speeds(report: Report, settings: S3Settings, tier: GuardedTier, rounds: int) -> None:
@@ -155,10 +153,11 @@ def put_speeds(report: Report, settings: S3Settings, tier: GuardedTier, rounds: 
         speeds.append((ended - begun, _seconds(plain, range(8), settings.write_workers)))
     mine, theirs = (median(8 * 8 * MIB / pair[way] / 1e6 for pair in speeds) for way in (0, 1))
     report.rows.append(Row(f"S3 put 8 MiB, {settings.write_workers} at a time", "speed", "MB/s", mine, theirs, "boto3"))
+    log.info("  S3 put 8 MiB: %.0f MB/s, plain boto3 %.0f", mine, theirs)
 
 
 def s3_section(report: Report, folder: Path, rounds: int) -> None:
-    """Add the S3 tier's rows and bars. `folder` should be in memory; it takes about 2 GiB for a while."""
+    """Add the S3 tier's rows and bars. `folder` should be in memory; it takes about 1 GiB for a while."""
     with server(folder) as settings:
         tier = open_s3(settings)
         try:
@@ -167,19 +166,3 @@ def s3_section(report: Report, folder: Path, rounds: int) -> None:
             put_speeds(report, settings, tier, min(rounds, 3))
         finally:
             tier.close()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    report = Report("kv_s3")
-    s3_section(report, args.folder, args.rounds)
-    path = report.write()
-    sys.stdout.write(path.with_suffix(".md").read_text())
-    return 0 if all(bar.document()["holds"] for bar in report.bars) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,21 +1,18 @@
-"""The node server over a Unix socket beside a raw socket copy between the same two processes, interleaved.
-
-python benchmarks/kv_server.py    # one line a chunk size
-"""
+"""The node server over a Unix socket beside a raw socket copy between the same two processes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+from kv_rounds import MIB, OURS, compare, measure, timed
 from prometheus_client import CollectorRegistry
+from report import Report
 
 from paceline_kvstore import ChunkKey
 from paceline_kvstore.config import StoreSettings
@@ -28,7 +25,9 @@ from paceline_kvstore.wire.address import Address
 
 CHUNKS = 16
 """Different buffers, so that neither side reads from the processor's cache."""
-ROUNDS = 15
+SIZES = (1 * MIB, 8 * MIB)
+SOCKET = "raw socket"
+SHARE = 0.7
 
 
 def _listener(path: Path) -> socket.socket:
@@ -71,12 +70,6 @@ Action = Callable[[], None]
 """Moves CHUNKS chunks."""
 
 
-def _seconds(action: Action) -> float:
-    begun = time.perf_counter()
-    action()
-    return (time.perf_counter() - begun) / CHUNKS
-
-
 def _raw_actions(sock: socket.socket, size: int) -> tuple[Action, Action]:
     buffer = memoryview(bytearray(size))
 
@@ -117,12 +110,16 @@ def _our_actions(tier: RemoteTier, size: int) -> dict[str, Action]:
     return {"put": put, "get": get, "chain": chain}
 
 
-def kv_server(size: int) -> dict[str, float]:
-    """GB/s (1e9 bytes) for chunks of `size` bytes, ours and raw, and the median ratio of the rounds.
+def server_section(report: Report, rounds: int) -> None:
+    """Put and get: one chunk after the other. chain: gets sent ahead, as a prefix is loaded; raw: one after the other.
 
-    put, get: one chunk after the other. chain: gets sent ahead, as a prefix is loaded; raw: one get after the other.
     Ours includes making and comparing checksums.
     """
+    for size in SIZES:
+        _chunks_of(report, rounds, size)
+
+
+def _chunks_of(report: Report, rounds: int, size: int) -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder, ready = Path(name), context.Event()
@@ -133,25 +130,13 @@ def kv_server(size: int) -> dict[str, float]:
                 raise RuntimeError("the server did not start")
             raw_get, raw_put = _raw_actions(Address(path=str(folder / "raw")).connect(5), size)
             ours = _our_actions(RemoteTier(Address(path=str(folder / "ours"))), size)
-            return _measure(ours, {"put": raw_put, "get": raw_get, "chain": raw_get}, size)
+            raw = {"put": raw_put, "get": raw_get, "chain": raw_get}
+            pids = [process.pid] if process.pid is not None else []
+            for what, action in ours.items():
+                actions = {OURS: timed(action), SOCKET: timed(raw[what])}
+                measured = measure(actions, rounds, helpers=pids)
+                case = f"node server, {size // MIB} MiB, {what}"
+                compare(report, case, CHUNKS * size, measured, {} if what == "chain" else {SOCKET: SHARE})
         finally:
             process.kill()
             process.join()
-
-
-def _measure(ours: dict[str, Action], raw: dict[str, Action], size: int) -> dict[str, float]:
-    result: dict[str, float] = {}
-    for name, mine in ours.items():
-        _seconds(mine), _seconds(raw[name])  # first touch of fresh memory is several times slower
-        rounds = [(_seconds(mine), _seconds(raw[name])) for _ in range(ROUNDS)]
-        result[f"{name}_gb_s"] = size / 1e9 / min(seconds for seconds, _ in rounds)
-        result[f"{name}_raw_gb_s"] = size / 1e9 / min(seconds for _, seconds in rounds)
-        result[f"{name}_ratio"] = statistics.median(bare / seconds for seconds, bare in rounds)
-    return result
-
-
-if __name__ == "__main__":
-    for mebibytes in (1, 8):
-        figures = kv_server(mebibytes << 20)
-        text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
-        sys.stdout.write(f"{mebibytes} MiB: {text}\n")
