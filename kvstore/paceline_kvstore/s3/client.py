@@ -189,7 +189,8 @@ class Bucket:
         if isinstance(error, errors.ReadTimeoutError | errors.ConnectTimeoutError | TimeoutError):
             return TierFault(f"S3 did not answer in time: {text}", Outcome.TIMEOUT)
         if isinstance(error, errors.NoCredentialsError | errors.PartialCredentialsError):
-            return TierFault(f"no credentials for S3: {text}", Outcome.DENIED, retryable=False)
+            hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give a folder that has them"
+            return TierFault(f"no credentials for S3: {text}; {hint}", Outcome.DENIED, retryable=False)
         return TierFault(f"S3 can't be reached: {text}")
 
 

@@ -109,6 +109,8 @@ def test_gc_removes_what_is_named_for_good(
     facts = json.loads(kv("stats", folder, "--json").stdout)
     if left is None:
         assert facts["bytes"] <= 64 << 10
+        files = sum(path.stat().st_size for path in folder.glob("*.kv"))
+        assert json.loads(result.stdout)["bytes"] == files <= 64 << 10
     else:
         assert {found["namespace"][:2]: found["chunks"] for found in facts["namespaces"]} == left
         assert json.loads(result.stdout)["removed"] == 5 - sum(left.values())
@@ -122,7 +124,7 @@ def test_gc_removes_what_is_named_for_good(
         (["gc", "FOLDER"], "nothing to remove is named: give --namespace, --keep, --tenant or --capacity"),
         (
             ["gc", "FOLDER", "--keep", "cc"],
-            "--namespace cc: there is none that begins so; `paceline kv stats` lists them",
+            "there is no namespace that begins with cc; `paceline kv stats` lists them",
         ),
         (
             ["gc", "FOLDER", "--capacity", "5x"],
@@ -131,6 +133,14 @@ def test_gc_removes_what_is_named_for_good(
         (
             ["gc", "s3://models", "--capacity", "5"],
             "--capacity is for folders; lifecycle rules bound a bucket",
+        ),
+        (
+            ["ls", "FOLDER", "--namespace", "cc"],
+            "there is no namespace that begins with cc; `paceline kv stats` lists them",
+        ),
+        (
+            ["ls", "FOLDER", "--namespace", "model"],
+            "--namespace model: it is hex digits; `paceline kv stats` lists namespaces",
         ),
         (["ls", "s3://No"], "s3://No: bucket 'No' is no bucket's name"),
         (["ls", "FOLDER", "--region", "x"], "FOLDER is a folder: --endpoint, --region, --credentials-dir, --ca-file"),

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 Examples:
-  paceline kv stats /var/lib/paceline/kv          how much is there, and of which models
-  paceline kv ls s3://fleet-kv/prod --limit 20          the first chunks under a prefix
-  paceline kv verify /var/lib/paceline/kv         read everything and check it
-  paceline kv gc s3://fleet-kv/prod --keep 3fa9         remove what other models and revisions left
-  paceline kv bench /mnt/nvme --chunks 64         how fast this device stores and loads
+  paceline kv stats /var/lib/paceline/kv         how much is there, and of which models
+  paceline kv ls s3://fleet-kv/prod --limit 20   the first chunks under a prefix
+  paceline kv verify /var/lib/paceline/kv        read everything and check it
+  paceline kv gc s3://fleet-kv/prod --keep 3fa9  remove what other models and revisions left
+  paceline kv bench /mnt/nvme --chunks 64        how fast this device stores and loads
 """
 
 app = typer.Typer(
@@ -66,7 +66,10 @@ def _stats(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show how many chunks, tokens and bytes there are, by namespace (model, weights, layout)."""
+    """Count chunks, tokens and bytes, by namespace.
+
+    A namespace is one model with its weights and layout.
+    """
     from paceline_cli.commands.kv import contents
 
     where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
@@ -85,7 +88,10 @@ def _ls(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """List chunks, in no order: namespace/chain+tokens@rank, shortened. With --json one full object a line."""
+    """List chunks, in no order.
+
+    A line is namespace/chain+tokens@rank, shortened; with --json one full object.
+    """
     from paceline_cli.commands.kv import contents
 
     where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
@@ -121,7 +127,11 @@ def _gc(
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Remove this tenant's chunks.")] = None,
     capacity: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Evict until a folder has at most that, such as 50Gi.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Evict, whole files of chunks at a time, until a folder has at most that, such as 50Gi.",
+        ),
     ] = None,
     endpoint: Endpoint = None,
     region: Region = None,
@@ -130,7 +140,10 @@ def _gc(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Remove what is named. In S3, uploads whose writers died a day ago or earlier are aborted, too."""
+    """Remove what is named.
+
+    In S3, uploads whose writers died a day ago or earlier are aborted, too.
+    """
     from paceline_cli.commands.kv import checking
 
     where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)
@@ -153,7 +166,10 @@ def _bench(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Store chunks of random bytes until they are durable, load them, and remove them; Ctrl-C removes them, too."""
+    """Measure how fast a place stores and loads.
+
+    Random chunks are stored until they are durable, loaded, and removed; Ctrl-C removes them, too.
+    """
     from paceline_cli.commands.kv import bench
 
     where = _place(place, endpoint, region, credentials_dir, ca_file, token_file)

@@ -37,9 +37,9 @@ class Timing:
     p50_s: float
     p95_s: float
 
-    @property
-    def line(self) -> str:
-        return f"{human(self.bytes_per_s)}/s, a call {self.p50_s * 1e3:.2f} ms (p95 {self.p95_s * 1e3:.2f} ms)"
+    def line(self, what: str) -> str:
+        calls = f"a call returns in {self.p50_s * 1e3:.2f} ms (p95 {self.p95_s * 1e3:.2f} ms)"
+        return f"  {what}: {human(self.bytes_per_s)}/s, {calls}"
 
 
 def run(place: Place, options: BenchOptions, *, as_json: bool) -> int:
@@ -60,8 +60,9 @@ def run(place: Place, options: BenchOptions, *, as_json: bool) -> int:
             tier.clear(namespace=namespace)
     facts: dict[str, Any] = {"place": place.where, "chunks": options.chunks, "chunk_bytes": size}
     facts |= {name: _facts(timing) for name, timing in (("put", put), ("get", get))}
+    durable = "" if place.is_node else " until durable"
     lines = [f"{place.where}: {options.chunks} chunks of {human(size)}, {options.threads} threads"]
-    say(facts, [*lines, f"  put {put.line}", f"  get {get.line}"], as_json=as_json)
+    say(facts, [*lines, put.line(f"put{durable}"), get.line("get")], as_json=as_json)
     return EXIT_DONE
 
 

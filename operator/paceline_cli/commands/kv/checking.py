@@ -64,14 +64,14 @@ def gc(place: Place, options: GcOptions, *, as_json: bool) -> int:
     if options.capacity is not None:
         # A tier makes itself as small as it is told to be when it opens.
         with place.open(capacity) as tier:
-            after, used_after = len(list(tier.keys())), tier.bytes_used
-    else:
-        used_after = used
+            after = len(list(tier.keys()))
     facts = {"place": place.where, "removed": before - after, "left": after, "uploads": uploads}
     lines = [f"{place.where}: {before - after} chunks removed, {after} left"]
     if options.capacity is not None:
-        facts["bytes"] = used_after
-        lines[0] += f", {human(used)} of files before, {human(used_after)} now"
+        # What is kept for the next writes while the folder is open goes when it is closed.
+        left = sum(path.stat().st_size for path in place.folder().glob("*.kv"))
+        facts["bytes"] = left
+        lines[0] += f", {human(used)} of files before, {human(left)} now"
     if place.is_s3:
         lines.append(f"  {uploads} unfinished uploads aborted")
     say(facts, lines, as_json=as_json)

@@ -54,9 +54,15 @@ def stats(place: Place, *, as_json: bool) -> int:
 
 def ls(place: Place, namespace: str, limit: int | None, *, as_json: bool) -> int:
     """One line for each chunk."""
+    if not set(namespace.lower()) <= set("0123456789abcdef"):
+        raise BadInput(f"--namespace {namespace}: it is hex digits; `paceline kv stats` lists namespaces")
+    shown = 0
     with place.open() as tier:
         for key in islice(_chosen(tier, namespace), limit):
             sys.stdout.write(json.dumps(_facts(key)) + "\n" if as_json else f"{key}\n")
+            shown += 1
+    if namespace and not shown:
+        raise _no_such(namespace)
     return EXIT_DONE
 
 
@@ -67,9 +73,13 @@ def namespaces_like(tier: Stored, prefixes: list[str]) -> set[bytes]:
     for prefix in prefixes:
         found = {namespace for namespace in there if namespace.hex().startswith(prefix.lower())}
         if not found:
-            raise BadInput(f"--namespace {prefix}: there is none that begins so; `paceline kv stats` lists them")
+            raise _no_such(prefix)
         chosen |= found
     return chosen
+
+
+def _no_such(prefix: str) -> BadInput:
+    return BadInput(f"there is no namespace that begins with {prefix}; `paceline kv stats` lists them")
 
 
 def _chosen(tier: Stored, namespace: str) -> Iterator[ChunkKey]:
