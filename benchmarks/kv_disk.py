@@ -1,8 +1,8 @@
 """The disk tier beside the raw device path.
 
 The raw path is what a program without any promise would do on the same file system: whole chunks of the same size
-through O_DIRECT (or the page cache, where the tier cannot go past it either), from and to aligned memory, one call at a
-time by one thread, no sync, over blocks of a file that are laid out already. The tier makes and checks checksums,
+through O_DIRECT (or the page cache, where the tier cannot go past it either), from and to aligned memory, as many calls
+at a time, no sync, over blocks of a file that are laid out already. The tier makes and checks checksums,
 indexes, and is full before it is timed, as it is in use: its puts pay for the segments that go. Rows beside the bars:
 appending to a new file, which is what a store without reuse would do, and a sync after each chunk (`durable`).
 """
@@ -13,17 +13,22 @@ import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kv_lmcache import LMCACHE, Lmcache
-from kv_rounds import LIMIT, MIB, OURS, buffer, compare, key, measure, timed
+from kv_rounds import LIMIT, MIB, OURS, Bytes, buffer, compare, key, measure, timed
 from report import Report, Row
 
+from paceline_kvstore import ChunkKey
 from paceline_kvstore.tiers import DiskOptions, DiskTier
 
 TOTAL_BYTES = 128 * MIB
 CHUNK_SIZES = (8 * MIB, 32 * MIB)
 PUT_BOUNDS = {LIMIT: 0.7, LMCACHE: 1.5}
+READERS = 4
+"""As many as a store's read pool has; LMCache's own call for a prefix reads with threads, too."""
 GET_BOUNDS = {LIMIT: 0.8, LMCACHE: 1.5}
 
 
@@ -51,6 +56,12 @@ class PlainFile:
         for number in range(self._chunks):
             os.preadv(self._fd, [self._target.data], number * len(self._target))
 
+    def read_at_a_time(self, pool: ThreadPoolExecutor, targets: Sequence[Bytes]) -> None:
+        def one(number: int) -> int:
+            return os.preadv(self._fd, [targets[number % len(targets)].data], number * len(self._target))
+
+        assert all(pool.map(one, range(self._chunks)))
+
     def close(self) -> None:
         os.close(self._fd)
         self._path.unlink()
@@ -75,6 +86,12 @@ class Ours:
         for wanted in itertools.islice(self.tier.keys(), self._count):
             assert self.tier.read_into(wanted, self._target.data)
 
+    def get_at_a_time(self, pool: ThreadPoolExecutor, targets: Sequence[Bytes]) -> None:
+        def one(item: tuple[int, ChunkKey]) -> int | None:
+            return self.tier.read_into(item[1], targets[item[0] % len(targets)].data)
+
+        assert all(pool.map(one, enumerate(itertools.islice(self.tier.keys(), self._count))))
+
 
 def disk_section(report: Report, peer: Lmcache, rounds: int, folder: Path | None) -> None:
     """`folder`: on the device to measure; None: the system's temporary folder."""
@@ -96,6 +113,17 @@ def _chunks_of(report: Report, peer: Lmcache, rounds: int, chunk: int, folder: P
     compare(report, f"{name}, get", TOTAL_BYTES, measure(gets, rounds, helpers=peer.pids), GET_BOUNDS)
     peer.explain(report, f"{name}, get", GET_BOUNDS)
     few = min(rounds, 5)
+    targets = [buffer(chunk, number) for number in range(2 * READERS)]
+    with ThreadPoolExecutor(READERS) as pool:
+        prefixes = {
+            OURS: timed(lambda: ours.get_at_a_time(pool, targets)),
+            LIMIT: timed(lambda: plain.read_at_a_time(pool, targets)),
+            **theirs("prefix"),
+        }
+        case = f"{name}, get, {READERS} at a time"
+        bound = {LMCACHE: GET_BOUNDS[LMCACHE]}
+        compare(report, case, TOTAL_BYTES, measure(prefixes, few, helpers=peer.pids), bound)
+    peer.explain(report, case, bound)
     durable = {OURS: timed(lambda: ours.put(durable=True)), LIMIT: timed(lambda: plain.write(durable=True))}
     compare(report, f"{name}, durable put", TOTAL_BYTES, measure(durable, few), {})
     appends = {OURS: timed(ours.put), LIMIT: timed(plain.write)}

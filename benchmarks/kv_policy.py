@@ -28,6 +28,8 @@ from paceline_kvstore.policy.eviction import AdaptiveLru, Eviction, Lru
 from paceline_kvstore.tiers import DiskOptions, DiskTier
 
 SHARES = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4)
+SOME = (0.02, 0.1, 0.3)
+"""Sizes at which admission and the disk tier are tried, too: they take minutes."""
 log = logging.getLogger("bench")
 Prompts = list[list[int]]
 
@@ -91,16 +93,19 @@ def on_disk(prompts: Prompts, capacity: int) -> float:
     return found / total
 
 
-def runs(prompts: Prompts, capacity: int) -> dict[str, Callable[[], float]]:
+def runs(prompts: Prompts, capacity: int, *, all_of_them: bool) -> dict[str, Callable[[], float]]:
     """What is measured at one size, by name."""
-    return {
+    orders: dict[str, Callable[[], float]] = {
         "LRU, no chains": lambda: in_memory(prompts, capacity, Lru(), chains=False),
         "LRU": lambda: in_memory(prompts, capacity, Lru()),
         "S3-FIFO": lambda: in_memory(prompts, capacity, S3Fifo()),
         "ours": lambda: in_memory(prompts, capacity, AdaptiveLru()),
+    }
+    more: dict[str, Callable[[], float]] = {
         "ours, second offer": lambda: in_memory(prompts, capacity, AdaptiveLru(), admission=4 * capacity),
         "disk": lambda: on_disk(prompts, capacity),
     }
+    return orders | more if all_of_them else orders
 
 
 def measure(report: Report, trace: Path) -> None:
@@ -112,7 +117,7 @@ def measure(report: Report, trace: Path) -> None:
     for share in SHARES:
         case = f"{name}, room for {share:.0%} of its blocks"
         found: dict[str, float] = {}
-        for order, run in runs(prompts, int(share * distinct)).items():
+        for order, run in runs(prompts, int(share * distinct), all_of_them=share in SOME).items():
             found[order] = run()
             log.info("%s, %s: %.4f", case, order, found[order])
         lru = max(found["LRU"], found["LRU, no chains"])

@@ -79,6 +79,18 @@ class Backend:
                 self.manager.storage_backends["LocalCPUBackend"].remove(key)
         return seconds
 
+    def prefix(self) -> float:
+        """All chunks in one call, which reads them with threads of its own."""
+        keys = self.keys or (self.put() and self.keys)
+        begun = time.perf_counter()
+        for memory in self.manager.batched_get(keys, "LocalDiskBackend"):
+            self.out.copy_(memory.tensor)
+            memory.ref_count_down()
+        seconds = time.perf_counter() - begun
+        for key in keys:
+            self.manager.storage_backends["LocalCPUBackend"].remove(key)
+        return seconds
+
     def lease(self) -> float:
         """Seconds of one, p50."""
         times = []

@@ -50,15 +50,18 @@ class S3Fifo:
         def stays(key: int) -> bool:
             return key in lineage or spared(key)
 
+        last = self._chains.first_end(self._passed_over(), stays)
+        if last is None:
+            # One queue may be all spared, or all be used: then anything that can go.
+            last = self._chains.first_end(self._keys(), stays)
+        return None if last is None else self._evicted(last)
+
+    def _passed_over(self) -> Iterator[int]:
+        """Each chunk as its turn comes; one that could not go waits for the next."""
         for _ in range(len(self._uses)):
             key = self._pass_over_used()
-            last = self._chains.first_end([key], stays)
-            if last is not None:
-                return self._evicted(last)
+            yield key
             (self._small if key in self._small else self._main).move_to_end(key)
-        # One queue may be all spared, or all be used: then anything that can go.
-        last = self._chains.first_end(self._keys(), stays)
-        return None if last is None else self._evicted(last)
 
     def _keys(self) -> Iterator[int]:
         yield from self._small
