@@ -67,10 +67,17 @@ class EngineMetrics:
         self._instruments = {metric.name: _instrument(metric, registry) for metric in ENGINE + ENGINE_COMPAT}
         self._labels = {metric.name: metric.labels for metric in ENGINE + ENGINE_COMPAT}
         self._stats = CoreStats()
+        # The registry's own look-up costs more than all else that a token costs here; it keeps as many itself.
+        self._children: dict[tuple[str, ...], Any] = {}
 
     def _get(self, name: str, **labels: str) -> Any:
-        values = self._constant | labels
-        return self._instruments[name].labels(**{label: values[label] for label in self._labels[name]})
+        key = (name, *labels.values())
+        child = self._children.get(key)
+        if child is None:
+            values = self._constant | labels
+            child = self._instruments[name].labels(**{label: values[label] for label in self._labels[name]})
+            self._children[key] = child
+        return child
 
     def on_ready(self, ready: CoreReady, load_seconds: float) -> None:
         """The core is up, `load_seconds` after the start of this process."""
