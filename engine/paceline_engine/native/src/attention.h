@@ -51,42 +51,68 @@ struct Scratch {
   }
 };
 
-// Where in a pool, in values, the head's rows of `count` positions from `begin` on stand.
-INLINE void locate(const Attention& a, const AttentionTask& task, int64_t begin, int64_t count, int64_t (&at)[SPAN]) {
-  const int64_t size = a.block_size, heads = a.kv_heads, head_dim = a.head_dim;
+// Where keys and values of one span stand in a pool, in values: the task's heads of `count` positions from `begin` on.
+struct Span {
+  int64_t begin, count, at[SPAN];
+};
+
+INLINE void locate(const Attention& a, const AttentionTask& task, int64_t begin, Span& span) {
+  const int64_t context = a.positions[task.end - 1] + 1, size = a.block_size;
   const int64_t* block = task.block_table + begin / size;
   int64_t offset = begin % size;
-  for (int64_t i = 0; i < count; ++i, ++offset) {
+  span.begin = begin;
+  span.count = context - begin < SPAN ? context - begin : SPAN;
+  for (int64_t i = 0; i < span.count; ++i, ++offset) {
     if (offset == size) offset = 0, ++block;
-    at[i] = ((*block * size + offset) * heads + task.kv_head) * head_dim;
+    span.at[i] = ((*block * size + offset) * a.kv_heads + task.first_head) * a.head_dim;
   }
 }
 
-// Fetches the lines of one row.
-template <class T>
-INLINE void fetch(const T* row, int64_t head_dim) {
-  const char* line = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < head_dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(line + i, 0, 2);
+INLINE void locate_first(const Attention& a, const AttentionTask& task, Span& span) {
+  const int64_t oldest = a.window ? a.positions[task.begin] + 1 - a.window : 0;
+  locate(a, task, oldest > 0 ? oldest / SPAN * SPAN : 0, span);
 }
 
-// Values as floats [count, stride] in `buffer`; what is past the head is zero.
+// A span's rows to fetch into the second-level cache, a few at a time: memory works while another span is computed with.
 template <class T>
-INLINE void gather(const T* pool, const int64_t (&at)[SPAN], int64_t count, int64_t head_dim, float* buffer,
-                   int64_t stride) {
-  for (int64_t i = 0; i < count; ++i, buffer += stride) {
-    const T* row = pool + at[i];
+struct Fetch {
+  const T* pool;
+  const Span& span;
+  int64_t width, row = 0;
+
+  // Up to row `end`, if there are so many.
+  INLINE void reach(int64_t end) {
+    for (; row < end && row < span.count; ++row) {
+      const char* line = reinterpret_cast<const char*>(pool + span.at[row]);
+      for (int64_t i = 0; i < width * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(line + i, 0, 2);
+    }
+  }
+};
+
+// One head's values of a span as floats [count, stride] in `buffer`; what is past the head is zero. Fetches up to row
+// `end` meanwhile.
+template <class T>
+INLINE void gather(const T* pool, const Span& span, int64_t head_dim, float* buffer, int64_t stride, Fetch<T>& fetch,
+                   int64_t end) {
+  const int64_t fetched = fetch.row;
+  for (int64_t i = 0; i < span.count; ++i, buffer += stride) {
+    const T* row = pool + span.at[i];
     int64_t d = 0;
     for (; d + LANES <= head_dim; d += LANES) store(buffer + d, load(row + d));
     for (; d < head_dim; ++d) buffer[d] = to_float(row[d]);
     for (; d < stride; ++d) buffer[d] = 0.0f;
+    fetch.reach(fetched + (end - fetched) * (i + 1) / span.count);
   }
 }
 
-// Keys as panels [SPAN / PANEL][head_dim][PANEL positions]; columns past `count` hold anything.
+// One head's keys as panels [SPAN / PANEL][head_dim][PANEL positions]; columns past the span's hold anything. Fetches up
+// to row `end` meanwhile.
 template <class T>
-INLINE void pack_keys(const T* pool, const int64_t (&at)[SPAN], int64_t count, int64_t head_dim, float* packed) {
-  for (int64_t first = 0; first < count; first += LANES) {
-    const int64_t rows = count - first < LANES ? count - first : LANES;
+INLINE void pack_keys(const T* pool, const Span& span, int64_t head_dim, float* packed, Fetch<T>& fetch, int64_t end) {
+  const int64_t fetched = fetch.row, tiles = (span.count + LANES - 1) / LANES * ((head_dim + LANES - 1) / LANES);
+  int64_t done = 0;
+  for (int64_t first = 0; first < span.count; first += LANES) {
+    const int64_t rows = span.count - first < LANES ? span.count - first : LANES;
     float* panel = packed + first / PANEL * head_dim * PANEL + first % PANEL;
     for (int64_t d = 0; d < head_dim; d += LANES) {
       Vf tile[LANES];
@@ -94,7 +120,7 @@ INLINE void pack_keys(const T* pool, const int64_t (&at)[SPAN], int64_t count, i
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) {
         // Past the end a row is taken again.
-        const T* row = pool + at[first + (i < rows ? i : 0)] + d;
+        const T* row = pool + span.at[first + (i < rows ? i : 0)] + d;
         if (width == LANES) {
           tile[i] = load(row);
           continue;
@@ -107,6 +133,7 @@ INLINE void pack_keys(const T* pool, const int64_t (&at)[SPAN], int64_t count, i
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i)
         if (i < width) store(panel + (d + i) * PANEL, tile[i]);
+      fetch.reach(fetched + (end - fetched) * ++done / tiles);
     }
   }
 }
@@ -137,52 +164,63 @@ INLINE void soften(float* score, int64_t from, int64_t to, int64_t count, float&
 }
 
 template <class T>
-void attend(const Attention& a, const AttentionTask& task, float* memory) {
+void attend(const Attention& a, const AttentionTask& task, const AttentionTask* then, float* memory) {
   const T *keys = reinterpret_cast<const T*>(a.keys), *values = reinterpret_cast<const T*>(a.values);
   const Scratch s(memory, a.head_dim);
-  const int64_t group = a.heads / a.kv_heads, num_rows = (task.end - task.begin) * group;
+  const int64_t group = a.heads / a.kv_heads, rows = (task.end - task.begin) * group, num_rows = rows * task.num_heads;
   const auto position_of = [&](int64_t row) { return a.positions[task.begin + row / group]; };
+  // Where a row's head stands in its token's row: rows are the first head's tokens by heads of the group, then the next's.
+  const auto place_of = [&](int64_t row, int64_t stride) {
+    const int64_t head = (task.first_head + row / rows) * group + row % group;
+    return (task.begin + row % rows / group) * stride + head * a.head_dim;
+  };
   for (int64_t row = 0; row < num_rows; ++row) {
-    const float* q = a.qkv + (task.begin + row / group) * a.qkv_stride +
-                     (task.kv_head * group + row % group) * a.head_dim;
-    for (int64_t d = 0; d < a.head_dim; ++d) s.queries[row * s.query_stride + d] = q[d] * a.scale;
+    scale(a.qkv + place_of(row, a.qkv_stride), a.scale, a.head_dim, s.queries + row * s.query_stride);
     s.most[row] = -INFINITY;
     s.total[row] = 0.0f;
   }
   std::memset(s.output, 0, sizeof(float) * num_rows * s.output_stride);
-  const int64_t context = position_of(num_rows - 1) + 1;
-  const int64_t oldest = a.window ? position_of(0) + 1 - a.window : 0;
-  for (int64_t begin = oldest > 0 ? oldest / SPAN * SPAN : 0; begin < context; begin += SPAN) {
-    const int64_t count = context - begin < SPAN ? context - begin : SPAN;
-    int64_t at[SPAN];
-    locate(a, task, begin, count, at);
-    for (int64_t i = 0; i < count; ++i) fetch(values + at[i], a.head_dim);
-    pack_keys(keys, at, count, a.head_dim, s.keys);
-    for (int64_t row = 0; row < num_rows; ++row)
-      std::memset(s.scores + row * s.score_stride, 0, sizeof(float) * SPAN);
-    for (int64_t first = 0; first < count; first += PANEL)
-      multiply(s.queries, s.query_stride, num_rows, a.head_dim, s.keys + first * a.head_dim, PANEL, s.scores + first,
-               s.score_stride);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const int64_t last = position_of(row) + 1 - begin, start = a.window ? last - a.window : 0;
-      soften(s.scores + row * s.score_stride, start > 0 ? (start < count ? start : count) : 0,
-             last < count ? (last > 0 ? last : 0) : count, count, s.most[row], s.total[row], s.factor[row]);
-    }
-    gather(values, at, count, a.head_dim, s.values, s.value_stride);
-    for (int64_t row = 0; row < num_rows; ++row)
-      for (int64_t d = 0; d < s.output_stride; d += LANES) {
-        float* at = s.output + row * s.output_stride + d;
-        store(at, load(at) * splat(s.factor[row]));
+  const int64_t context = position_of(rows - 1) + 1;
+  Span spans[2];
+  locate_first(a, task, spans[0]);
+  for (int64_t index = 0, more = 1; more; ++index) {
+    const Span& span = spans[index % 2];
+    Span& next = spans[(index + 1) % 2];
+    const int64_t begin = span.begin, count = span.count;
+    more = begin + count < context;
+    next.count = 0;
+    if (more) locate(a, task, begin + SPAN, next);
+    else if (then) locate_first(a, *then, next);
+    const int64_t width = (more || !then ? task : *then).num_heads * a.head_dim;
+    Fetch<T> next_keys{keys, next, width}, next_values{values, next, width};
+    for (int64_t head = 0; head < task.num_heads; ++head) {
+      const int64_t first_row = head * rows, fetched = next.count * (head + 1) / task.num_heads;
+      float* scores = s.scores;
+      pack_keys(keys + head * a.head_dim, span, a.head_dim, s.keys, next_keys, fetched);
+      for (int64_t row = 0; row < rows; ++row) std::memset(scores + row * s.score_stride, 0, sizeof(float) * SPAN);
+      for (int64_t first = 0; first < count; first += PANEL)
+        multiply(s.queries + first_row * s.query_stride, s.query_stride, rows, a.head_dim, s.keys + first * a.head_dim,
+                 PANEL, scores + first, s.score_stride);
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t last = position_of(row) + 1 - begin, start = a.window ? last - a.window : 0;
+        soften(scores + row * s.score_stride, start > 0 ? (start < count ? start : count) : 0,
+               last < count ? (last > 0 ? last : 0) : count, count, s.most[first_row + row], s.total[first_row + row],
+               s.factor[row]);
       }
-    for (int64_t first = 0; first < a.head_dim; first += PANEL)
-      multiply(s.scores, s.score_stride, num_rows, count, s.values + first, s.value_stride, s.output + first,
-               s.output_stride);
+      gather(values + head * a.head_dim, span, a.head_dim, s.values, s.value_stride, next_values, fetched);
+      float* output = s.output + first_row * s.output_stride;
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t d = 0; d < s.output_stride; d += LANES) {
+          float* at = output + row * s.output_stride + d;
+          store(at, load(at) * splat(s.factor[row]));
+        }
+      for (int64_t first = 0; first < a.head_dim; first += PANEL)
+        multiply(scores, s.score_stride, rows, count, s.values + first, s.value_stride, output + first,
+                 s.output_stride);
+    }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
-    float* out = a.out + (task.begin + row / group) * a.out_stride +
-                 (task.kv_head * group + row % group) * a.head_dim;
-    const float inverse = 1.0f / s.total[row];
-    for (int64_t d = 0; d < a.head_dim; ++d) out[d] = s.output[row * s.output_stride + d] * inverse;
+    scale(s.output + row * s.output_stride, 1.0f / s.total[row], a.head_dim, a.out + place_of(row, a.out_stride));
   }
 }
 

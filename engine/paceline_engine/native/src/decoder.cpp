@@ -10,6 +10,8 @@ namespace {
 
 constexpr int64_t ALIGNMENT = 16;  // floats of a cache line
 constexpr int64_t MAX_PANELS_PER_CHUNK = 8;
+// Attention tasks of a thread, at least, where whole sequences are tasks.
+constexpr int64_t TASKS_PER_THREAD = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t padded(int64_t size) { return ceil_div(size, ALIGNMENT) * ALIGNMENT + ROW_PADDING; }
@@ -27,6 +29,7 @@ Decoder::Decoder(const Model& model, const Kernels& kernels, Pool& pool)
       layers_(model.layer, model.layer + model.layers),
       kernels_(kernels),
       pool_(pool),
+      epsilon_(static_cast<float>(model.epsilon)),
       hidden_stride_(padded(model.hidden)),
       qkv_stride_(padded((model.heads + 2 * model.kv_heads) * model.head_dim)),
       attended_stride_(padded(model.heads * model.head_dim)),
@@ -65,8 +68,8 @@ void Decoder::step(const Batch& batch) {
   if (batch.states > 0) add_gather(batch.state_rows, batch.states, batch.state_out, model_.hidden);
   if (batch.logits_rows > 0) {
     add_gather(batch.logits, batch.logits_rows, aligned(normed_), hidden_stride_);
-    add_gemm(aligned(normed_), hidden_stride_, model_.hidden, model_.head, model_.vocab, nullptr, batch.out,
-             model_.vocab, batch.logits_rows, STORE, model_.head_format);
+    add_product({aligned(normed_), hidden_stride_, model_.hidden, nullptr}, model_.head, model_.vocab, nullptr,
+                batch.out, model_.vocab, batch.logits_rows, STORE, model_.head_format);
   }
   pool_.run(*this, chunks_);
 }
@@ -85,43 +88,29 @@ void Decoder::add_rows(Stage stage, int64_t rows, int64_t rows_per_chunk) {
 
 void Decoder::add_gather(const int64_t* row_of, int64_t rows, float* to, int64_t stride) {
   Stage stage{GATHER};
-  stage.x = aligned(hidden_);
+  stage.x = {aligned(hidden_), hidden_stride_, model_.hidden, model_.norm};
   stage.row_of = row_of;
   stage.to = to;
   stage.stride = stride;
   add_rows(stage, rows, 8);
 }
 
-void Decoder::add_norm(const float* x, const float* weight, int64_t rows) {
-  Stage stage{NORM};
-  stage.x = x;
-  stage.weight = weight;
-  add_rows(stage, rows, 8);
-}
-
-void Decoder::add_gemm(const float* x, int64_t x_stride, int64_t inner, const uint8_t* weights, int64_t columns,
-                       const float* bias, float* y, int64_t y_stride, int64_t rows, Epilogue epilogue,
-                       int64_t format) {
+void Decoder::add_product(Rows x, const uint8_t* weights, int64_t columns, const float* bias, float* y,
+                          int64_t y_stride, int64_t rows, Epilogue epilogue, int64_t format) {
   const QuantisedRows quantised{aligned(values_), scales_.data(), sums_.data()};
   const bool integer = model_.integer && (format == INT8 || format == INT4);
-  if (integer) {
-    Stage stage{QUANTISE};
+  const int64_t height = integer ? 0 : height_of(rows), unit = height ? height : 1;
+  // Who lays the rows out for the product normalises them, too; where nobody does, that is a stage of its own.
+  if (x.norm || height || integer) {
+    Stage stage{integer ? QUANTISE : height ? PACK : NORM};
     stage.x = x;
-    stage.size = inner;
-    stage.stride = x_stride;
     stage.gemm.quantised = quantised;
-    add_rows(stage, rows, 8);
-  } else if (height_of(rows)) {
-    Stage stage{PACK};
-    stage.x = x;
-    stage.size = inner;
-    stage.stride = x_stride;
-    add_rows(stage, rows, height_of(rows));
+    add_rows(stage, rows, height ? height : 8);
   }
   Stage stage{GEMM};
-  const int64_t height = integer ? 0 : height_of(rows), unit = height ? height : 1;
-  stage.gemm = Gemm{height ? aligned(packed_) : x, x_stride, height, quantised, weights, static_cast<int32_t>(format),
-                    integer, inner, columns, bias, y, y_stride, epilogue};
+  const float* input = height ? aligned(packed_) : x.norm ? aligned(normed_) : x.at;
+  stage.gemm = Gemm{input, x.stride, height, quantised, weights, static_cast<int32_t>(format), integer, x.size,
+                    columns, bias, y, y_stride, epilogue};
   stage.rows = rows;
   const int64_t row_chunks = ceil_div(rows, GEMM_ROWS / unit * unit);
   stage.rows_per_chunk = ceil_div(ceil_div(rows, unit), row_chunks) * unit;
@@ -135,42 +124,52 @@ void Decoder::add_gemm(const float* x, int64_t x_stride, int64_t inner, const ui
 void Decoder::plan_layer(int64_t index) {
   const Layer& layer = layers_[index];
   const int64_t tokens = batch_.tokens, heads = model_.heads * model_.head_dim;
-  float *hidden = aligned(hidden_), *normed = aligned(normed_), *qkv = aligned(qkv_), *inner = aligned(inner_);
-  add_norm(hidden, layer.input_norm, tokens);
-  add_gemm(normed, hidden_stride_, model_.hidden, layer.qkv, heads + 2 * model_.kv_heads * model_.head_dim,
-           layer.qkv_bias, qkv, qkv_stride_, tokens, STORE, layer.qkv_format);
-  Stage rope{ROPE};
-  rope.layer = index;
-  add_rows(rope, tokens, 4);
+  float *hidden = aligned(hidden_), *qkv = aligned(qkv_), *inner = aligned(inner_);
+  add_product({hidden, hidden_stride_, model_.hidden, layer.input_norm}, layer.qkv,
+              heads + 2 * model_.kv_heads * model_.head_dim, layer.qkv_bias, qkv, qkv_stride_, tokens, STORE,
+              layer.qkv_format);
+  if (!rotates_in_attention_) {
+    Stage rope{ROPE};
+    rope.layer = index;
+    add_rows(rope, tokens, 4);
+  }
   Stage attend{ATTEND};
   attend.layer = index;
   add_rows(attend, static_cast<int64_t>(tasks_.size()), 1);
-  add_gemm(aligned(attended_), attended_stride_, heads, layer.output, model_.hidden, layer.output_bias, hidden,
-           hidden_stride_, tokens, ADD, layer.output_format);
-  add_norm(hidden, layer.post_norm, tokens);
-  add_gemm(normed, hidden_stride_, model_.hidden, layer.gate_up, 2 * model_.inner, layer.gate_up_bias, inner, inner_stride_,
-           tokens, GLU, layer.gate_up_format);
-  add_gemm(inner, inner_stride_, model_.inner, layer.down, model_.hidden, layer.down_bias, hidden, hidden_stride_, tokens,
-           ADD, layer.down_format);
+  add_product({aligned(attended_), attended_stride_, heads, nullptr}, layer.output, model_.hidden, layer.output_bias,
+              hidden, hidden_stride_, tokens, ADD, layer.output_format);
+  add_product({hidden, hidden_stride_, model_.hidden, layer.post_norm}, layer.gate_up, 2 * model_.inner,
+              layer.gate_up_bias, inner, inner_stride_, tokens, GLU, layer.gate_up_format);
+  add_product({inner, inner_stride_, model_.inner, nullptr}, layer.down, model_.hidden, layer.down_bias, hidden,
+              hidden_stride_, tokens, ADD, layer.down_format);
 }
 
 void Decoder::plan_attention() {
   tasks_.clear();
   const int64_t group = model_.heads / model_.kv_heads, most = std::max<int64_t>(1, ATTENTION_ROWS / group);
+  rotates_in_attention_ = true;
+  // Of tokens [begin, end) of a sequence, under one head.
+  const auto cost = [this](int64_t begin, int64_t end) { return (batch_.positions[end - 1] + 1) * (end - begin); };
+  int64_t all = 0;
+  for (int64_t s = 0; s < batch_.sequences; ++s) all += cost(batch_.sequence_begins[s], batch_.sequence_begins[s + 1]);
   for (int64_t s = 0; s < batch_.sequences; ++s) {
     const int64_t begin = batch_.sequence_begins[s], end = batch_.sequence_begins[s + 1];
     const int64_t tiles = ceil_div(end - begin, most), height = tiles ? ceil_div(end - begin, tiles) : 0;
+    // A position's heads are neighbours in memory: one task takes them all, if it is small among a thread's others.
+    const bool together = (end - begin) * model_.heads <= ATTENTION_ROWS &&
+                          cost(begin, end) * pool_.threads() * TASKS_PER_THREAD <= all;
+    const int64_t heads = together ? model_.kv_heads : 1;
+    rotates_in_attention_ &= together;
     for (int64_t at = begin; at < end; at += height)
-      for (int64_t kv_head = 0; kv_head < model_.kv_heads; ++kv_head)
+      for (int64_t head = 0; head < model_.kv_heads; head += heads)
         tasks_.push_back({batch_.block_tables + s * batch_.table_stride, static_cast<int32_t>(at),
-                          static_cast<int32_t>(std::min(at + height, end)), static_cast<int32_t>(kv_head)});
+                          static_cast<int32_t>(std::min(at + height, end)), static_cast<int32_t>(head),
+                          static_cast<int32_t>(heads)});
   }
   // The longest first: none is left to run alone at the end.
-  const auto cost = [this](const AttentionTask& task) {
-    return (batch_.positions[task.end - 1] + 1) * (task.end - task.begin);
-  };
+  const auto of = [&](const AttentionTask& task) { return cost(task.begin, task.end) * task.num_heads; };
   std::stable_sort(tasks_.begin(), tasks_.end(),
-                   [&](const AttentionTask& a, const AttentionTask& b) { return cost(a) > cost(b); });
+                   [&](const AttentionTask& a, const AttentionTask& b) { return of(a) > of(b); });
 }
 
 const uint8_t* Decoder::pool_of(int64_t layer, int64_t value) const {
@@ -189,7 +188,7 @@ Rope Decoder::rope_of(int64_t index) const {
   rope.slots = batch_.slots;
   rope.q_norm = layer.q_norm;
   rope.k_norm = layer.k_norm;
-  rope.epsilon = static_cast<float>(model_.epsilon);
+  rope.epsilon = epsilon_;
   rope.keys = const_cast<uint8_t*>(pool_of(index, 0));
   rope.values = const_cast<uint8_t*>(pool_of(index, 1));
   rope.half = batch_.half_kv != 0;
@@ -218,9 +217,19 @@ Attention Decoder::attention_of(int64_t index) const {
   return attention;
 }
 
-void Decoder::pack(const Stage& stage, int64_t begin, int64_t end) {
-  float* tile = aligned(packed_) + begin / stage.rows_per_chunk * packed_rows(stage.rows_per_chunk, stage.size);
-  kernels_.pack_rows(stage.x + begin * stage.stride, stage.stride, end - begin, stage.size, tile);
+// A stage's rows [begin, end), normalised if they are to be; where the first stands.
+const float* Decoder::input(const Stage& stage, int64_t begin, int64_t end) {
+  const float* x = stage.x.at + begin * stage.x.stride;
+  if (!stage.x.norm) return x;
+  float* normed = aligned(normed_) + begin * hidden_stride_;
+  kernels_.rms_norm(x, hidden_stride_, stage.x.norm, stage.x.size, epsilon_, normed, end - begin);
+  return normed;
+}
+
+void Decoder::attend(const Stage& stage, int64_t index, float* scratch) {
+  const AttentionTask &task = tasks_[index], *then = index + 1 < stage.rows ? &tasks_[index + 1] : nullptr;
+  if (rotates_in_attention_) kernels_.rope(rope_of(stage.layer), task.begin, task.end);
+  kernels_.attention(attention_of(stage.layer), task, then, scratch);
 }
 
 void Decoder::embed(int64_t begin, int64_t end) {
@@ -246,26 +255,28 @@ void Decoder::run(int index, int chunk, int thread) {
   const int64_t row_chunk = stage.kind == GEMM ? chunk / stage.panel_chunks : chunk;
   const int64_t begin = row_chunk * stage.rows_per_chunk;
   const int64_t end = std::min(begin + stage.rows_per_chunk, stage.rows);
-  const float epsilon = static_cast<float>(model_.epsilon);
-  float* normed = aligned(normed_);
   switch (stage.kind) {
     case EMBED: return embed(begin, end);
-    case NORM:
-      return kernels_.rms_norm(stage.x + begin * hidden_stride_, hidden_stride_, stage.weight, model_.hidden, epsilon,
-                               normed + begin * hidden_stride_, end - begin);
-    case PACK: return pack(stage, begin, end);
-    case QUANTISE: return kernels_.quantise(stage.x, stage.stride, stage.size, stage.gemm.quantised, begin, end);
+    case NORM: input(stage, begin, end); return;
+    case PACK: {
+      float* tile = aligned(packed_) + row_chunk * packed_rows(stage.rows_per_chunk, stage.x.size);
+      return kernels_.pack_rows(input(stage, begin, end), stage.x.stride, end - begin, stage.x.size, tile);
+    }
+    case QUANTISE: {
+      const float* first = input(stage, begin, end) - begin * stage.x.stride;
+      return kernels_.quantise(first, stage.x.stride, stage.x.size, stage.gemm.quantised, begin, end);
+    }
     case GEMM: {
       const int64_t first = chunk % stage.panel_chunks * stage.panels_per_chunk;
       const int64_t last = std::min(first + stage.panels_per_chunk, panels(stage.gemm.columns));
       return kernels_.gemm(stage.gemm, begin, end, first, last);
     }
     case ROPE: return kernels_.rope(rope_of(stage.layer), begin, end);
-    case ATTEND: return kernels_.attention(attention_of(stage.layer), tasks_[chunk], aligned(scratch_[thread]));
+    case ATTEND: return attend(stage, begin, aligned(scratch_[thread]));
     case GATHER:
       for (int64_t row = begin; row < end; ++row)
-        kernels_.rms_norm(stage.x + stage.row_of[row] * hidden_stride_, hidden_stride_, model_.norm, model_.hidden,
-                          epsilon, stage.to + row * stage.stride, 1);
+        kernels_.rms_norm(stage.x.at + stage.row_of[row] * stage.x.stride, stage.x.stride, stage.x.norm, stage.x.size,
+                          epsilon_, stage.to + row * stage.stride, 1);
   }
 }
 

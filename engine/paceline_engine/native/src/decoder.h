@@ -67,14 +67,19 @@ class Decoder : public Work {
 
  private:
   enum Kind { EMBED, NORM, PACK, QUANTISE, GEMM, ROPE, ATTEND, GATHER };
+  // Rows of `size` values, to be normalised with weights `norm` unless that is null.
+  struct Rows {
+    const float* at = nullptr;
+    int64_t stride = 0, size = 0;
+    const float* norm = nullptr;
+  };
   struct Stage {
     Kind kind;
-    int64_t rows_per_chunk = 0, panels_per_chunk = 0, panel_chunks = 0, layer = 0;
-    const float* weight = nullptr;  // NORM
-    const float* x = nullptr;       // NORM, PACK, QUANTISE
-    int64_t size = 0, stride = 0, rows = 0;
+    int64_t rows_per_chunk = 0, panels_per_chunk = 0, panel_chunks = 0, layer = 0, rows = 0;
+    Rows x{};                         // NORM, PACK, QUANTISE, GATHER
     const int64_t* row_of = nullptr;  // GATHER: which rows of x
     float* to = nullptr;              // GATHER
+    int64_t stride = 0;               // GATHER: of `to`
     Gemm gemm{};
   };
 
@@ -82,12 +87,12 @@ class Decoder : public Work {
   void plan_attention();
   void add_rows(Stage stage, int64_t rows, int64_t rows_per_chunk);
   void add_gather(const int64_t* row_of, int64_t rows, float* to, int64_t stride);
-  void add_norm(const float* x, const float* weight, int64_t rows);
-  void add_gemm(const float* x, int64_t x_stride, int64_t inner, const uint8_t* weights, int64_t columns,
-                const float* bias, float* y, int64_t y_stride, int64_t rows, Epilogue epilogue, int64_t format);
+  void add_product(Rows x, const uint8_t* weights, int64_t columns, const float* bias, float* y, int64_t y_stride,
+                   int64_t rows, Epilogue epilogue, int64_t format);
   void reserve(int64_t tokens);
   int64_t height_of(int64_t rows) const;
-  void pack(const Stage& stage, int64_t begin, int64_t end);
+  const float* input(const Stage& stage, int64_t begin, int64_t end);
+  void attend(const Stage& stage, int64_t task, float* scratch);
   void embed(int64_t begin, int64_t end);
   Rope rope_of(int64_t layer) const;
   Attention attention_of(int64_t layer) const;
@@ -101,6 +106,8 @@ class Decoder : public Work {
   std::vector<Stage> stages_;
   std::vector<int> chunks_;
   std::vector<AttentionTask> tasks_;
+  bool rotates_in_attention_ = false;  // Each task has all heads of all of its sequence's tokens.
+  float epsilon_;
   int64_t hidden_stride_, qkv_stride_, attended_stride_, inner_stride_, widest_;
   std::vector<float> hidden_, normed_, packed_, qkv_, attended_, inner_, scales_;
   std::vector<int8_t> values_;

@@ -59,6 +59,31 @@ void pack_rows(const float* x, int64_t stride, int64_t rows, int64_t size, float
   }
 }
 
+// The pair of a head's halves turned by angles.
+template <class V>
+INLINE void turn(V& first, V& second, V cosine, V sine) {
+  const V turned = first * cosine - second * sine;
+  second = second * cosine + first * sine;
+  first = turned;
+}
+
+INLINE void rotate(float* head, const float* cosines, const float* sines, int64_t half) {
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    Vf first = load(head + i), second = load(head + half + i);
+    turn(first, second, load(cosines + i), load(sines + i));
+    store(head + i, first);
+    store(head + half + i, second);
+  }
+  for (; i < half; ++i) turn(head[i], head[half + i], cosines[i], sines[i]);
+}
+
+INLINE void assign(const float* from, int64_t count, float* to) { std::memcpy(to, from, sizeof(float) * count); }
+
+INLINE void assign(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
+}
+
 template <class T>
 void rope(const Rope& a, int64_t begin, int64_t end) {
   const int64_t half = a.head_dim / 2, width = a.kv_heads * a.head_dim;
@@ -68,17 +93,10 @@ void rope(const Rope& a, int64_t begin, int64_t end) {
     for (int64_t h = 0; h < a.heads + a.kv_heads; ++h, head += a.head_dim) {
       const float* norm = h < a.heads ? a.q_norm : a.k_norm;
       if (norm) normalise(head, norm, a.head_dim, a.epsilon, head);
-      for (int64_t i = 0; a.cosines && i < half; ++i) {
-        const float first = head[i], second = head[i + half];
-        head[i] = first * a.cosines[angle + i] - second * a.sines[angle + i];
-        head[i + half] = second * a.cosines[angle + i] + first * a.sines[angle + i];
-      }
+      if (a.cosines) rotate(head, a.cosines + angle, a.sines + angle, half);
     }
-    T* key = reinterpret_cast<T*>(a.keys) + a.slots[token] * width;
-    T* value = reinterpret_cast<T*>(a.values) + a.slots[token] * width;
-    const float* computed = head - width;
-    for (int64_t i = 0; i < width; ++i) assign(key[i], computed[i]);
-    for (int64_t i = 0; i < width; ++i) assign(value[i], computed[width + i]);
+    assign(head - width, width, reinterpret_cast<T*>(a.keys) + a.slots[token] * width);
+    assign(head, width, reinterpret_cast<T*>(a.values) + a.slots[token] * width);
   }
 }
 
@@ -86,8 +104,8 @@ void rope_any(const Rope& a, int64_t begin, int64_t end) {
   a.half ? rope<uint16_t>(a, begin, end) : rope<float>(a, begin, end);
 }
 
-void attention(const Attention& a, const AttentionTask& task, float* scratch) {
-  a.half ? attend<uint16_t>(a, task, scratch) : attend<float>(a, task, scratch);
+void attention(const Attention& a, const AttentionTask& task, const AttentionTask* then, float* scratch) {
+  a.half ? attend<uint16_t>(a, task, then, scratch) : attend<float>(a, task, then, scratch);
 }
 
 // use(column, first k, w [GROUP]) for each column's groups of a panel; padding is zero. A cache line of each row at a time:

@@ -80,10 +80,10 @@ struct Attention {
   float scale;
 };
 
-// Query rows of tokens [begin, end) of one sequence under one KV head.
+// Query rows of tokens [begin, end) of one sequence under KV heads [first_head, first_head + num_heads).
 struct AttentionTask {
   const int64_t* block_table;
-  int32_t begin, end, kv_head;
+  int32_t begin, end, first_head, num_heads;
 };
 
 struct Rope {
@@ -114,7 +114,8 @@ struct Kernels {
   void (*quantise)(const float* x, int64_t stride, int64_t size, const QuantisedRows&, int64_t begin, int64_t end);
   // Normalise and rotate queries and keys of tokens [begin, end), write keys and values to the pool.
   void (*rope)(const Rope&, int64_t begin, int64_t end);
-  void (*attention)(const Attention&, const AttentionTask&, float* scratch);
+  // then: the task that this thread is likely to take next, or null; its context is fetched.
+  void (*attention)(const Attention&, const AttentionTask&, const AttentionTask* then, float* scratch);
   // Panel `panel` of W, whose column i is row_of(i) of a row-major [columns, inner] matrix, -1 for padding.
   void (*pack)(int32_t format, const float* source, const int64_t* row_of, int64_t inner, int64_t panel,
                uint8_t* packed);

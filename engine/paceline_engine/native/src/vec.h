@@ -64,9 +64,6 @@ INLINE uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE void assign(float& to, float x) { to = x; }
-INLINE void assign(uint16_t& to, float x) { to = to_bf16(x); }
-
 // IEEE half precision, for the scales of quantised groups.
 INLINE Vf load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
@@ -85,6 +82,13 @@ INLINE Vf load_half(const uint16_t* p) {
 }
 
 INLINE Vf maximum(Vf a, Vf b) { return a > b ? a : b; }
+
+// to[i] = from[i] * factor
+INLINE void scale(const float* from, float factor, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i) * splat(factor));
+  for (; i < count; ++i) to[i] = from[i] * factor;
+}
 
 // The vector with lane i + WIDTH in place of lane i.
 template <int WIDTH, size_t... I>
