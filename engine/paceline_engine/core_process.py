@@ -3,8 +3,9 @@
 Start it with `spawn`, or as `python -m paceline_engine.core_process ADDRESS_IN ADDRESS_OUT PARENT_PID` with the
 configuration as JSON in $PACELINE_CORE_CONFIG. The API process binds both ZMQ addresses, this one connects: it pulls
 `ToCore` messages from ADDRESS_IN and pushes `FromCore` messages to ADDRESS_OUT, as msgpack. The first message is
-CoreReady or CoreFailed; then one StepOutputs a step, and one at least every HEARTBEAT_SECONDS when idle. Text, HTTP and
-tokenizers stay on the other side. Imports torch only through the backend that the configuration names.
+CoreReady or CoreFailed; then a StepOutputs for each step that has outputs, and one at least every QUIET_SECONDS of
+steps, every HEARTBEAT_SECONDS when idle. Text, HTTP and tokenizers stay on the other side. Imports torch only through
+the backend that the configuration names.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import zmq
 
 from paceline_engine.backends.base import Closes, UsesGpus
 from paceline_engine.config import EngineConfig
+from paceline_engine.core.bundles import Bundles
 from paceline_engine.core.step_log import RecordingStore, StepLog
 from paceline_engine.core_commands import Commands, FollowsConstraints, handle_grammar
 from paceline_engine.core_loop import OverlappedSteps, Steps
@@ -51,6 +53,8 @@ from paceline_kvstore.metrics import snapshot
 
 HEARTBEAT_SECONDS = 0.5
 STORE_COUNT_SECONDS = 1.0
+# Of steps without outputs: statistics are so old at most.
+QUIET_SECONDS = 0.1
 MAX_MESSAGES_PER_STEP = 4096
 INTERNAL_ADDRESS = "inproc://inbox"
 CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
@@ -88,12 +92,13 @@ class CoreLoop:
         self._send = send
         self._clock = clock
         self._stopping = False
+        self._bundles = Bundles()
+        self._last_sent = clock()
         make_steps = OverlappedSteps if core.overlapped else Steps
         self._steps = make_steps(core.scheduler, core.backend, self._log, clock)
 
     def run(self) -> None:
         """Step until Shutdown; requests that live then end with "abort"."""
-        cache = self._scheduler.kv.cache
         while not self._stopping:
             settled = self._steps.settle() if self._log.is_full or not self._scheduler.has_work else []
             self._log.begin()
@@ -103,18 +108,28 @@ class CoreLoop:
                 outputs += self._steps.settle() + self._scheduler.abort_all()
             elif self._scheduler.has_work:
                 outputs += self._steps.step()
-            self._send(
-                StepOutputs(
-                    outputs=tuple(outputs),
-                    results=tuple(results),
-                    kv_events=cache.take_events() if cache is not None else (),
-                    stats=self._stats(),
-                    kv_store=self._store_counts(),
-                )
-            )
+            self._tell(outputs, results)
         self._steps.close()
         if self._scheduler.kv.stored is not None:
             self._scheduler.kv.stored.offer_all()
+
+    def _tell(self, outputs: list[RequestOutput], results: list[CommandResult]) -> None:
+        """Send what there is to say; nothing, if that is only how a busy core stands, and was said a moment ago."""
+        now, cache = self._clock(), self._scheduler.kv.cache
+        outputs = self._bundles.take(outputs, now)
+        is_busy = self._scheduler.has_work and now < self._last_sent + QUIET_SECONDS
+        if is_busy and not outputs and not results:
+            return
+        self._last_sent = now
+        self._send(
+            StepOutputs(
+                outputs=tuple(outputs),
+                results=tuple(results),
+                kv_events=cache.take_events() if cache is not None else (),
+                stats=self._stats(),
+                kv_store=self._store_counts(),
+            )
+        )
 
     def _wait_seconds(self) -> float:
         """How long to listen before the next step: not at all, unless a step would have nothing to do."""
@@ -147,6 +162,8 @@ class CoreLoop:
                 now = self._clock()
                 self._log.added(message, now)
                 answer = self._scheduler.add(message, now)
+                if message.bundled:
+                    self._bundles.follow(message.request_id)
             case AbortRequest():
                 self._log.aborted(message.request_id)
                 answer = self._scheduler.abort(message.request_id)

@@ -63,6 +63,7 @@ class AddRequest(Struct, frozen=True, kw_only=True, tag="add"):
     grammar_id: int | None = None
     traffic_class: str = ""
     embed: bool = False
+    bundled: bool = False
 
 
 class AbortRequest(Struct, frozen=True, kw_only=True, tag="abort"):
@@ -143,7 +144,8 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     prompt tokens whose KV was found, not computed; loaded_tokens: those of them that were loaded for this request, by
     the KV store's tier. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
     this step; rejected_token_ids: the first guess that was wrong and those behind it. embedding: where one was asked
-    for, a unit vector as float32, little endian; comes with "stop".
+    for, a unit vector as float32, little endian; comes with "stop". ages: where several steps' outputs were joined, for
+    each that had tokens the seconds since that step.
     """
 
     request_id: str
@@ -159,6 +161,7 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     num_accepted_tokens: int = 0
     rejected_token_ids: tuple[int, ...] = ()
     embedding: bytes = b""
+    ages: tuple[float, ...] = ()
 
 
 class CoreStats(Struct, frozen=True, kw_only=True):
@@ -230,7 +233,7 @@ class CommandResult(Struct, frozen=True, kw_only=True, tag="result"):
 
 
 class StepOutputs(Struct, frozen=True, kw_only=True, tag="step"):
-    """Outputs of one step. Sent without outputs as the heartbeat of an idle core (at least once a second).
+    """Outputs of one step, or of several that had none. Sent without outputs now and then (at least once a second).
 
     kv_store: the KV store's counts (`paceline_kvstore.metrics.StoreSnapshot`), about once a second if there is one.
     """

@@ -32,7 +32,8 @@ class Prompt:
 
     request_id: of the HTTP request. number: of the prompt in it; the choices of one prompt share it. echo: the prompt's
     text is part of the answer. prompt_only: nothing is generated, one token is thrown away. hidden: ids without text;
-    None hides the special tokens. embed: an embedding is wanted, and nothing is generated.
+    None hides the special tokens. embed: an embedding is wanted, and nothing is generated. streamed: deltas are wanted
+    as they come; else the whole is.
     """
 
     token_ids: list[int]
@@ -55,6 +56,12 @@ class Prompt:
     with_kinds: bool = False
     traffic_class: str = ""
     embed: bool = False
+    streamed: bool = True
+
+    @property
+    def may_be_bundled(self) -> bool:
+        """Whether tokens may come many at once: a stop string must be seen at once, and kinds are told by the step."""
+        return not (self.streamed or self.stops or self.with_kinds)
 
 
 @dataclass(slots=True)
@@ -176,6 +183,7 @@ def submit(engine: Engine, prompt: Prompt) -> RequestStream:
         adapter=prompt.adapter,
         traffic_class=prompt.traffic_class,
         embed=prompt.embed,
+        bundled=prompt.may_be_bundled,
     )
     try:
         constraint = None if prompt.constraint is None else prompt.constraint.constraint
@@ -242,13 +250,19 @@ def _take(engine: Engine, run: _Run, arrival: Arrival, logprobs: list[TokenLogpr
     run.counts.output = run.output.num_tokens
     if output.new_token_ids:
         engine.metrics.on_tokens(run.output.num_tokens - before)
-        if run.first is None:
-            run.first = arrival.at
-            engine.metrics.on_first_token(arrival.at - prompt.arrived)
-        else:
-            engine.metrics.on_next_token(arrival.at - run.last)
-        run.last = arrival.at
+        for age in output.ages or (0.0,):
+            _time(engine, run, arrival.at - age)
     return text
+
+
+def _time(engine: Engine, run: _Run, at: float) -> None:
+    """A step yielded tokens at that time."""
+    if run.first is None:
+        run.first = at
+        engine.metrics.on_first_token(at - run.prompt.arrived)
+    else:
+        engine.metrics.on_next_token(at - run.last)
+    run.last = at
 
 
 def _shows_stop(engine: Engine, prompt: Prompt, token_id: int) -> bool:

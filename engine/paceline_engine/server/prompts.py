@@ -218,6 +218,7 @@ def _prompt(
         constraint=compiled,
         with_kinds=request.return_token_kinds,
         traffic_class=request.traffic_class,
+        streamed=request.stream,
         adapter=None if request.model == engine.model_name else request.model,
         **more,
     )

@@ -10,6 +10,7 @@ import pytest
 from driver import make, request
 
 from paceline_engine.backends.simulated import SimulatedBackend
+from paceline_engine.core.bundles import BUNDLE_TOKENS
 from paceline_engine.core.outputs import StepPlan, StepResult
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.spec import SpeculationConfig
@@ -276,3 +277,52 @@ def test_a_batch_that_fills_is_waited_for_not_polled():
     run = Run(scheduler, [[request("a", PROMPT, 2)], []])
     assert len(run.tokens("a")) == 2
     assert len(run.sent) < 8
+
+
+@pytest.mark.parametrize("method", ["none", "draft"])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_bundles_say_what_single_outputs_say_in_fewer_messages(method, overlapped):
+    def outputs(bundled):
+        adds = [request("a", PROMPT, 40, logprobs=1, bundled=bundled), request("b", PROMPT[2:], 19, bundled=bundled)]
+        scheduler = make(speculation=SpeculationConfig(method=method))
+        run = Run(scheduler, [adds], overlapped=overlapped)
+        return run, {name: [output for output in run.outputs if output.request_id == name] for name in "ab"}
+
+    (plain, singles), (run, bundles) = outputs(False), outputs(True)
+    for name in "ab":
+        assert run.tokens(name) == plain.tokens(name)
+        for field_name in ("num_draft_tokens", "num_accepted_tokens"):
+            assert sum(getattr(o, field_name) for o in bundles[name]) == sum(
+                getattr(o, field_name) for o in singles[name]
+            )
+        first, *later = bundles[name]
+        assert first == singles[name][0], "the first token waits for nobody"
+        assert all(len(output.new_token_ids) >= BUNDLE_TOKENS for output in later[:-1])
+        # Each step's time is told: one after the first has one age, whether alone or joined.
+        assert sum(len(output.ages) or 1 for output in bundles[name]) == len(singles[name])
+        assert [o.finish_reason for o in bundles[name]] == [None] * len(later) + [singles[name][-1].finish_reason]
+    assert [e for o in bundles["a"] for e in o.logprobs] == [e for o in singles["a"] for e in o.logprobs]
+    assert len(run.sent) < 0.7 * len(plain.sent)
+
+
+def test_the_ages_in_a_bundle_are_the_times_of_its_steps():
+    def times(bundled):
+        made: list[float] = []
+
+        class Timed(Run):
+            def _keep(self, message: FromCore) -> None:
+                super()._keep(message)
+                assert isinstance(message, StepOutputs)
+                for output in message.outputs:
+                    made.extend(self.now - age for age in output.ages or (0.0,))
+
+        Timed(make(), [[request("a", PROMPT, 24, bundled=bundled)]])
+        return made
+
+    assert times(True) == pytest.approx(times(False))
+
+
+def test_an_end_from_outside_brings_what_was_held():
+    run = Run(make(), [[request("a", PROMPT, 24, bundled=True)], *[[]] * 5, [AbortRequest(request_id="a")]])
+    assert [output.finish_reason for output in run.outputs] == [None, "abort"]
+    assert len(run.tokens("a")) == 6
