@@ -167,5 +167,6 @@ def _endpoint_row(endpoint: Endpoint, in_flight: InFlight, model: str | None, se
         "port": endpoint.id.port,
         "ready": endpoint.ready,
         "draining": endpoint.terminating,
+        "runtime": endpoint.runtime,
         "in_flight": in_flight.at(endpoint.id),
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from paceline_api import wire
+from paceline_api.runtimes import RuntimeFacts
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -44,10 +46,8 @@ def request_id(headers: Mapping[str, str], fresh: str) -> str:
     return sent if _REQUEST_ID.fullmatch(sent) else fresh
 
 
-def for_engine(
-    headers: Mapping[str, str], *, request_id: str, tenant: str, salt: str, token: str | None
-) -> dict[str, str]:
-    """Headers of the request to the engine: the client's end-to-end ones, and ours."""
+def for_any_engine(headers: Mapping[str, str], *, request_id: str) -> dict[str, str]:
+    """Headers of the request to whatever engine: the client's end-to-end ones, and the request id."""
     dropped = _NOT_FORWARDED | HOP_BY_HOP | _named_by_connection(headers.get("connection", ""))
     sent = {
         name: value
@@ -56,11 +56,23 @@ def for_engine(
     }
     sent["accept-encoding"] = "identity"
     sent[wire.HEADER_REQUEST_ID] = request_id
-    sent[wire.HEADER_TENANT] = tenant
-    sent[wire.HEADER_SALT] = salt
-    if token is not None:
-        sent["authorization"] = f"Bearer {token}"
     return sent
+
+
+@dataclass(frozen=True, slots=True)
+class Private:
+    """What only engines that understand it are told: the tenant, its salt, and the namespace's internal token."""
+
+    tenant: str
+    salt: str
+    token: str | None
+
+    def for_runtime(self, runtime: RuntimeFacts) -> dict[str, str]:
+        """The headers for engines of one kind; those of others would be ignored there, and be known there."""
+        sent = {wire.HEADER_TENANT: self.tenant, wire.HEADER_SALT: self.salt} if runtime.ours else {}
+        if self.token is not None and runtime.checks_token:
+            sent["authorization"] = f"Bearer {self.token}"
+        return sent
 
 
 def for_client(raw: RawHeaders, *, request_id: str) -> list[tuple[bytes, bytes]]:

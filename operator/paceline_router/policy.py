@@ -11,7 +11,7 @@ Policy = Literal["leastLoaded", "roundRobin"]
 def choose(policy: Policy, in_flight: Sequence[int], turn: int) -> int:
     """Index of the chosen candidate.
 
-    in_flight: requests this router has at each candidate, in a stable order. turn: how many choices were made for the
+    in_flight: requests at each candidate as far as known, in a stable order. turn: how many choices were made for the
     model before; it rotates the choice, so that ties spread over the fleet and the same arguments give the same answer.
     Raises ValueError without candidates.
     """

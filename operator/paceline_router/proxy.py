@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import aiohttp
 
+from paceline_api.runtimes import facts_of
 from paceline_api.slo import End
 from paceline_router import headers as header_rules
 from paceline_router.asgi import Answer, ClientGone, Receive, Scope, Send, wait_disconnect
@@ -23,6 +24,7 @@ from paceline_router.body import Question, read_body, read_question, with_usage
 from paceline_router.errors import ApiError, ModelNotFound, NoCapacity, Unauthorized, UpstreamFailed, error_object
 from paceline_router.inflight import InFlight
 from paceline_router.ledger import Entry, Ledger
+from paceline_router.load import ReportedLoad
 from paceline_router.policy import choose
 from paceline_router.records import Endpoint, EndpointId, TenantRecord
 from paceline_router.retry import CoolDown, RetryBudget
@@ -57,6 +59,7 @@ class Proxy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.in_flight = InFlight()
+        self.reported = ReportedLoad()
         self._snapshot = snapshot
         self._upstreams = upstreams
         self._authenticator = authenticator
@@ -112,16 +115,15 @@ class Proxy:
         )
         question = read_question(body)
         entry.service = find_model(snapshot, tenant, question.model).service
-        sent = header_rules.for_engine(
-            headers,
-            request_id=entry.request_id,
-            tenant=tenant.name,
-            salt=salt_of(self._salt_secret(), tenant.name),
-            token=None if self._token is None else self._token.current(),
+        sent = header_rules.for_any_engine(headers, request_id=entry.request_id)
+        private = header_rules.Private(
+            tenant.name,
+            salt_of(self._salt_secret(), tenant.name),
+            None if self._token is None else self._token.current(),
         )
         if question.needs_usage:
             body = with_usage(body)
-        relay = asyncio.create_task(self._relay(scope["path"], question, sent, body, answer, entry))
+        relay = asyncio.create_task(self._relay(scope["path"], question, sent, private, body, answer, entry))
         gone = asyncio.create_task(wait_disconnect(receive))
         try:
             await asyncio.wait((relay, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +150,14 @@ class Proxy:
             raise
 
     async def _relay(
-        self, path: str, question: Question, headers: dict[str, str], body: bytes, answer: Answer, entry: Entry
+        self,
+        path: str,
+        question: Question,
+        headers: dict[str, str],
+        private: header_rules.Private,
+        body: bytes,
+        answer: Answer,
+        entry: Entry,
     ) -> tuple[End, int]:
         """Try endpoints until one answers, at most ATTEMPTS_MAX and within the budget; then pass its answer on."""
         self._budget.earn()
@@ -157,9 +166,10 @@ class Proxy:
         delivered = False
         while True:
             endpoint = self._pick(question.model, tried)
+            sent = headers | private.for_runtime(facts_of(endpoint.runtime))
             try:
                 with self.in_flight.track(endpoint.id):
-                    async with attempt(self._upstreams, endpoint, path, headers, body) as response:
+                    async with attempt(self._upstreams, endpoint, path, sent, body) as response:
                         return await self._pass_on(response, answer, entry, question)
             except AttemptFailed as failure:
                 self._ledger.upstream_error(question.model, failure.reason)
@@ -184,7 +194,7 @@ class Proxy:
             self._turns.clear()
         turn = self._turns.get(model_name, 0)
         self._turns[model_name] = turn + 1
-        counts = [self.in_flight.at(endpoint.id) for endpoint in candidates]
+        counts = [self.in_flight.at(one.id) + self.reported.others(one.id, now) for one in candidates]
         return candidates[choose(model.service.policy, counts, turn)]
 
     def _has_other(self, model_name: str, tried: set[EndpointId]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 from paceline_api import names, wire
 from paceline_api.kube import Manifest
 from paceline_api.quantity import parse_duration_s
+from paceline_api.runtimes import PACELINE
 from paceline_api.slo import DEFAULT_SHARE, Targets
 from paceline_router.policy import Policy
 
@@ -35,11 +36,12 @@ class EndpointId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A replica's http port as an EndpointSlice states it."""
+    """A replica's http port as an EndpointSlice states it. `runtime` is the engine software behind it."""
 
     id: EndpointId
     ready: bool
     terminating: bool
+    runtime: str = PACELINE
 
     @property
     def serving(self) -> bool:
@@ -150,16 +152,19 @@ def read_router(manifest: Manifest) -> RouterRecord:
 
 
 def read_slice(manifest: Manifest) -> SliceRecord:
-    service = str(_dict(manifest["metadata"].get("labels")).get(names.LABEL_SLICE_SERVICE, ""))
+    labels = _dict(manifest["metadata"].get("labels"))
+    service = str(labels.get(names.LABEL_SLICE_SERVICE, ""))
+    # Kubernetes copies a Service's labels onto its slices.
+    runtime = str(labels.get(names.LABEL_RUNTIME, PACELINE))
     ports = {str(port.get("name")): port.get("port") for port in manifest.get("ports") or ()}
     port = ports.get(names.PORT_HTTP)
     if port is None or manifest.get("addressType") == "FQDN":
         return SliceRecord(service, ())
-    endpoints = [_endpoint(_dict(item), int(port)) for item in manifest.get("endpoints") or ()]
+    endpoints = [_endpoint(_dict(item), int(port), runtime) for item in manifest.get("endpoints") or ()]
     return SliceRecord(service, tuple(endpoint for endpoint in endpoints if endpoint is not None))
 
 
-def _endpoint(item: dict[str, Any], port: int) -> Endpoint | None:
+def _endpoint(item: dict[str, Any], port: int, runtime: str) -> Endpoint | None:
     addresses = item.get("addresses") or ()
     if not addresses:
         return None
@@ -169,6 +174,7 @@ def _endpoint(item: dict[str, Any], port: int) -> Endpoint | None:
         EndpointId(str(_dict(item.get("targetRef")).get("name", "")), str(addresses[0]), port),
         ready=conditions.get("ready") is not False,
         terminating=conditions.get("terminating") is True,
+        runtime=runtime,
     )
 
 

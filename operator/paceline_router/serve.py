@@ -22,6 +22,7 @@ from paceline_router.app import admin_app, metrics_app, public_app
 from paceline_router.auth import Authenticator
 from paceline_router.discovery import Discovery
 from paceline_router.ledger import Ledger
+from paceline_router.load_poll import LoadPoll
 from paceline_router.proxy import Proxy
 from paceline_router.settings import Limits
 from paceline_router.token_file import TokenFile
@@ -146,13 +147,17 @@ class RouterProcess:
                 token=self._token,
                 salt_secret=self._salt_secret,
             )
+            poll = LoadPoll(self._snapshot, upstreams, proxy.in_flight, proxy.reported, self._token)
             public = public_app(proxy, self._snapshot, live=self._live, ready=self._ready)
             admin = admin_app(self._snapshot, proxy.in_flight, self._ledger, self._token)
             metrics = metrics_app(self._registry, self._sample)
             self.discovery.start()
+            polling = asyncio.create_task(poll.run())
             try:
                 await self._serve(listeners, public, admin, metrics)
             finally:
+                polling.cancel()
+                await asyncio.gather(polling, return_exceptions=True)
                 self.discovery.stop()
 
     async def _serve(self, listeners: Listeners, public: Any, admin: Any, metrics: Any) -> None:

@@ -87,7 +87,10 @@ class Cluster:
             self.apply(
                 ENDPOINT_SLICE,
                 slice_name,
-                labels={names.LABEL_SLICE_SERVICE: names.engine_name(service)},
+                labels={
+                    names.LABEL_SLICE_SERVICE: names.engine_name(service),
+                    **({names.LABEL_RUNTIME: replica.runtime} if replica.runtime else {}),
+                },
                 addressType="IPv4",
                 ports=[{"name": "http", "port": replica.port}, {"name": "admin", "port": 1}],
                 endpoints=[
@@ -108,6 +111,7 @@ class Replica:
     port: int
     ready: bool = True
     terminating: bool = False
+    runtime: str = ""
 
 
 class LoopThread:
@@ -176,6 +180,7 @@ class FakeEngine:
     active: int = 0
     port: int = 0
     taken: bool = False
+    metrics: str | None = None
 
     def start(self, thread: LoopThread) -> FakeEngine:
         self._thread = thread
@@ -196,7 +201,7 @@ class FakeEngine:
         """Back to how a fresh engine behaves, once no request is left."""
         self.release()
         wait_until(lambda: not self.active, "the engine's requests have ended")
-        self.mode, self.delay_s, self.seen, self.taken = "stream", 0.0, [], False
+        self.mode, self.delay_s, self.seen, self.taken, self.metrics = "stream", 0.0, [], False, None
         self._thread.run(self._hold())
 
     async def _hold(self) -> None:
@@ -212,10 +217,14 @@ class FakeEngine:
     def release(self) -> None:
         self._thread.loop.call_soon_threadsafe(self._release.set)
 
-    def replica(self, pod: str = "engine-0", **conditions: bool) -> Replica:
-        return Replica(pod, self.port, **conditions)
+    def replica(self, pod: str = "engine-0", **fields: Any) -> Replica:
+        return Replica(pod, self.port, **fields)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/metrics":
+            await self._start(send, 200 if self.metrics is not None else 404, b"text/plain")
+            await self._part(send, (self.metrics or "").encode(), more=False)
+            return
         body = b""
         more = True
         while more:

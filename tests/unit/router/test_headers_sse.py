@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import event, word
 
+from paceline_api.runtimes import facts_of
 from paceline_router import headers
 from paceline_router.body import read_question, with_usage
 from paceline_router.sse import LINE_BYTES_MAX, StreamMeter, WholeLines, error_event, without_usage_event
@@ -18,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def test_hop_by_hop_and_private_headers_never_cross():
-    sent = headers.for_engine(
+    sent = headers.for_any_engine(
         {
             "connection": "close, x-mine",
             "x-mine": "1",
@@ -33,17 +34,18 @@ def test_hop_by_hop_and_private_headers_never_cross():
             "accept": "text/event-stream",
         },
         request_id="r",
-        tenant="t",
-        salt="s",
-        token=None,
     )
-    assert sent == {
-        "accept": "text/event-stream",
-        "accept-encoding": "identity",
-        "x-request-id": "r",
-        "x-paceline-tenant": "t",
-        "x-paceline-salt": "s",
-    }
+    assert sent == {"accept": "text/event-stream", "accept-encoding": "identity", "x-request-id": "r"}
+
+
+def test_only_engines_that_understand_it_are_told_the_tenant_and_only_those_that_ask_the_token():
+    private = headers.Private("acme", "s", "t")
+    token = {"authorization": "Bearer t"}
+    assert private.for_runtime(facts_of("paceline")) == {"x-paceline-tenant": "acme", "x-paceline-salt": "s", **token}
+    assert private.for_runtime(facts_of("vllm")) == private.for_runtime(facts_of("llamacpp")) == token
+    for name in ("sglang", "ollama", "trtllm", "tritonserver", "nim", "custom", "unheard-of"):
+        assert private.for_runtime(facts_of(name)) == {}
+    assert headers.Private("acme", "s", None).for_runtime(facts_of("vllm")) == {}
 
 
 def test_answers_keep_repeated_headers_and_lose_ours():
