@@ -4,7 +4,7 @@
     python hack/generate.py --check    # part of make check
 
 Generated: crds/*.yaml from the API models, docs/reference/*.md from the models, the metric catalogue, what is built,
-what of JSON Schema is enforced, and what of the GPU's design targets is measured.
+what of JSON Schema is enforced, what other engines have, and what of the GPU's design targets is measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paceline_api.crdgen import crd_documents
 from paceline_api.reference import api_reference, metrics_reference
 from paceline_engine.structured.claims import reference_page
 from paceline_engine.structured.formats import PATTERNS
+from paceline_operator.planner.runtimes.reference import runtimes_reference
 
 ROOT = Path(__file__).parent.parent
 GPU_RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -45,6 +46,7 @@ def generated() -> dict[Path, str]:
     files[ROOT / "docs" / "reference" / "api.md"] = api_reference()
     files[ROOT / "docs" / "reference" / "metrics.md"] = metrics_reference()
     files[ROOT / "docs" / "reference" / "json-schema.md"] = reference_page(list(PATTERNS))
+    files[ROOT / "docs" / "reference" / "runtimes.md"] = runtimes_reference()
     files[ROOT / "docs" / "reference" / "gpu-targets.md"] = _gpu_targets()
     return files
 

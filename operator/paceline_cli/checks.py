@@ -62,9 +62,10 @@ def _addressing_problems(item: SourceObject) -> Iterator[Finding]:
 def _planner_problems(item: SourceObject, resource: Resource) -> Iterator[Finding]:
     problem = None
     if isinstance(resource, InferenceService):
-        from paceline_operator.planner.engine_args import extra_args_problem  # not needed for other kinds
+        from paceline_operator.planner.spec_problem import spec_problem  # not needed for other kinds
 
-        problem = extra_args_problem(resource)
+        found = spec_problem(resource)
+        problem = None if found is None else found[1]
     elif isinstance(resource, KVStore):
         from paceline_operator.planner.kv_settings import store_problem
 

@@ -29,7 +29,7 @@ from paceline_api.v1alpha1.base import (
     Unbuilt,
 )
 
-SOURCE_PATTERN = r"^(hf|s3|pvc|file|package)://.+$"
+SOURCE_PATTERN = r"^(hf|s3|pvc|file|package|image)://.+$"
 DRAFT_SOURCE_PATTERN = r"^(hf|s3|file|package)://.+$"
 CLAIM_PATTERN = r"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+$"
 REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
@@ -134,7 +134,8 @@ class ModelSpec(Part):
         description="package://PACKAGE/FILE.gguf in an installed Python package, or file:///PATH to a .gguf file or a "
         "Hugging Face folder (config.json, *.safetensors, tokenizer.json) in the engine's file system; "
         "hf://ORG/NAME or hf://ORG/NAME/FILE.gguf on the Hugging Face Hub; s3://BUCKET/PREFIX or s3://BUCKET/KEY.gguf; "
-        "pvc://CLAIM/PATH to a file or folder in a PersistentVolumeClaim, mounted read-only."
+        "pvc://CLAIM/PATH to a file or folder in a PersistentVolumeClaim, mounted read-only; image://NAME where the "
+        "image brings its model (runtimes nim and custom)."
     )
     revision: Annotated[str, StringConstraints(pattern=REVISION_PATTERN, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of an hf:// source. Default: main, at the first download."
@@ -241,10 +242,14 @@ class EngineSpec(Part):
         ),
     )
 
-    runtime: Annotated[Runtime | None, Built(("paceline",))] = Field(
-        default=None, description="Engine software. Default: paceline."
+    runtime: Runtime | None = Field(
+        default=None,
+        description="Engine software. What each has of the API is in docs/reference/runtimes.md; the rest is refused. "
+        "It can be changed only while no engine runs. Default: paceline.",
     )
-    image: LongText | None = Field(default=None, description="Container image. Default: the operator's setting.")
+    image: LongText | None = Field(
+        default=None, description="Container image. Default: the operator's setting; none for nim and custom."
+    )
     max_model_len: Annotated[int, Field(ge=16, le=MODEL_LEN_MAX)] | None = Field(
         default=None,
         description="Longest prompt plus output, in tokens. Default: what the checkpoint allows.",
@@ -286,10 +291,14 @@ class EngineSpec(Part):
         Annotated[list[Argument], Field(max_length=64, json_schema_extra={"x-kubernetes-list-type": "atomic"})] | None
     ) = Field(default=None, description="Appended to the engine's command line, such as --device=simulated.")
     resources: Resources | None = Field(default=None, description="Compute resources of one engine container.")
-    pod_template: Annotated[
-        Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})] | None,
-        Unbuilt("pod template overrides"),
-    ] = Field(default=None, description="Allow-listed override of the pod.")
+    pod_template: (
+        Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})] | None
+    ) = Field(
+        default=None,
+        description="Laid over the engine pods' template: labels, annotations, node selection, priority, pull secrets, "
+        "user ids, volumes without Secrets, and of container engine variables, mounts and probes; with runtime custom "
+        "also its command, arguments and hooks. Anything else is refused.",
+    )
 
     @model_validator(mode="after")
     def _budget_covers_sequences(self) -> Self:

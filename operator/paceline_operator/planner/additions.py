@@ -33,6 +33,11 @@ _DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "procMount": ("Default",),
     "defaultMode": (0o644,),
     "protocol": ("TCP",),
+    "apiVersion": ("v1",),
+    "scheme": ("HTTP",),
+    "timeoutSeconds": (1,),
+    "periodSeconds": (10,),
+    "failureThreshold": (3,),
 }
 _EMPTY: tuple[object, ...] = (None, {}, [], "")
 

@@ -27,6 +27,7 @@ from paceline_api.names import (
     KV_SETTINGS_KEY,
     LABEL_MODEL_HASH,
     LABEL_ROLE,
+    LABEL_RUNTIME,
     LABEL_SERVICE,
     MODEL_CACHE_DIR,
     MODEL_VOLUME_DIR,
@@ -45,6 +46,9 @@ from paceline_operator.planner.engine_args import engine_args, model_claim
 from paceline_operator.planner.kv_settings import ANNOTATION_STORE_HASH, StorePart, with_extra
 from paceline_operator.planner.manifests import child, common_labels, dig, owner_reference, text_hash
 from paceline_operator.planner.model import PlanSettings, ServiceObserved
+from paceline_operator.planner.pod_template import merged
+from paceline_operator.planner.runtimes.pod import first_containers, foreign_container
+from paceline_operator.planner.runtimes.registry import foreign_of
 from paceline_operator.planner.token import with_token_hash
 
 ROLE = "engine"
@@ -111,6 +115,11 @@ class EngineChildren:
         self._engine = service.spec.engine or EngineSpec()
         name = label_value(service.metadata.name)
         self._labels = common_labels("paceline-engine", name, "engine") | self._selector
+        self._foreign = foreign_of(service)
+        self._ports = PORTS
+        if self._foreign is not None:
+            self._ports = {PORT_HTTP: ENGINE_HTTP_PORT}
+            self._labels |= {LABEL_RUNTIME: self._foreign.name.value}
         self._model_labels = {LABEL_MODEL_HASH: short_hash(service.served_name())}
         self._model_annotations = {ANNOTATION_MODEL: service.served_name()}
 
@@ -141,11 +150,13 @@ class EngineChildren:
         exposed = [
             {"name": name, "port": PORTS[name], "targetPort": name, "protocol": "TCP"}
             for name in (PORT_HTTP, PORT_METRICS)
+            if name in self._ports
         ]
         return self._child(SERVICE, spec={"type": "ClusterIP", "selector": self._selector, "ports": exposed})
 
     def _deployment(self) -> Manifest:
-        current = pods.Pin(pods.TEMPLATE_VERSION, self._settings.image_engine)
+        image = self._settings.image_engine if self._foreign is None else self._foreign.image
+        current = pods.Pin(pods.TEMPLATE_VERSION, image or str(self._engine.image))
         if self._keeps and self._live is not None:
             pin, template = pods.pin_of(self._live) or current, self._live["spec"]["template"]
         else:
@@ -173,25 +184,53 @@ class EngineChildren:
 
     def _template(self, pin: pods.Pin) -> Manifest:
         volumes, mounts = self._volumes()
+        container = self._container(pin, mounts)
         spec = pods.pod_spec(
             service_account=self._name,
             automount=False,
             grace_s=drain_timeout_s(self.service) + GRACE_BEYOND_DRAIN_S,
             selector=self._selector,
-            container=self._container(pin, mounts),
+            container=container,
             volumes=volumes,
         )
+        if self._foreign is not None and (first := first_containers(self._foreign, self.service, container)):
+            spec["initContainers"] = first
         annotations = dict(self._model_annotations)
         if self.service.spec.model.chat_template is not None:
             annotations["paceline.dev/chat-template-hash"] = text_hash(self.service.spec.model.chat_template)
         if self._store is not None:
             annotations[ANNOTATION_STORE_HASH] = self._store.hash(self._observed.store_data)
         metadata = {"labels": self._labels | self._model_labels, "annotations": annotations}
-        return {"metadata": metadata, "spec": spec}
+        return merged({"metadata": metadata, "spec": spec}, self._engine.pod_template)
 
     def _container(self, pin: pods.Pin, mounts: list[Manifest]) -> Manifest:
+        container = self._own_container(pin, mounts) if self._foreign is None else self._other_container(pin, mounts)
+        if self.service.spec.model.credentials_secret_ref is not None:
+            container["envFrom"] = [{"secretRef": {"name": self.service.spec.model.credentials_secret_ref.name}}]
+        own = self._engine.resources
+        resources = None if own is None else own.model_dump(exclude_none=True)
+        if self._store is not None:
+            resources = with_extra(resources, self._store.extra)
+        if resources is not None:
+            container["resources"] = resources
+        return container
+
+    def _other_container(self, pin: pods.Pin, mounts: list[Manifest]) -> Manifest:
+        assert self._foreign is not None
+        container = foreign_container(
+            self._foreign,
+            self.service,
+            name=ENGINE_CONTAINER,
+            image=self._engine.image or pin.image,
+            ports=self._ports,
+            drain_s=drain_timeout_s(self.service),
+            startup_budget_s=STARTUP_BUDGET_S,
+        )
+        return container | {"volumeMounts": mounts}
+
+    def _own_container(self, pin: pods.Pin, mounts: list[Manifest]) -> Manifest:
         drain_s = drain_timeout_s(self.service)
-        container: Manifest = {
+        return {
             "name": ENGINE_CONTAINER,
             "image": self._engine.image or pin.image,
             "command": ["paceline-engine"],
@@ -205,22 +244,14 @@ class EngineChildren:
             "volumeMounts": mounts,
             **pods.probes(STARTUP_BUDGET_S),
         }
-        if self.service.spec.model.credentials_secret_ref is not None:
-            container["envFrom"] = [{"secretRef": {"name": self.service.spec.model.credentials_secret_ref.name}}]
-        own = self._engine.resources
-        resources = None if own is None else own.model_dump(exclude_none=True)
-        if self._store is not None:
-            resources = with_extra(resources, self._store.extra)
-        if resources is not None:
-            container["resources"] = resources
-        return container
 
     def _volumes(self) -> tuple[list[Manifest], list[Manifest]]:
         cache: tuple[Manifest, Manifest] = (
             {"name": _CACHE_VOLUME, "emptyDir": {}},
             {"name": _CACHE_VOLUME, "mountPath": MODEL_CACHE_DIR},
         )
-        pairs = [pods.tmp_volume(), pods.token_volume(), cache]
+        token = self._foreign is None or self._foreign.launch(self.service).token_file
+        pairs = [pods.tmp_volume(), *([pods.token_volume()] if token else []), cache]
         if self.service.spec.model.chat_template is not None:
             pairs.append(
                 (

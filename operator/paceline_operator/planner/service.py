@@ -10,15 +10,17 @@ from dataclasses import replace
 
 from paceline_api.conditions import Fact, Type
 from paceline_api.kube import DEPLOYMENT, Manifest
-from paceline_api.names import DEFAULT_ROUTER, engine_name
+from paceline_api.names import DEFAULT_ROUTER, LABEL_RUNTIME, engine_name
+from paceline_api.runtimes import PACELINE
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.validation import InvalidObject, parse
 from paceline_operator.planner.children import ROLE, EngineChildren, selector_text, wanted_replicas
-from paceline_operator.planner.engine_args import extra_args_problem
 from paceline_operator.planner.kv_settings import StorePart, engine_part, read_store
 from paceline_operator.planner.manifests import being_deleted, difference, dig
 from paceline_operator.planner.model import Action, Plan, PlanSettings, ServiceObserved
 from paceline_operator.planner.pods import config_hash_of
+from paceline_operator.planner.runtimes.registry import runtime_of
+from paceline_operator.planner.spec_problem import spec_problem
 from paceline_operator.planner.status import (
     Rollout,
     Verdict,
@@ -46,6 +48,7 @@ def plan_service(observed: ServiceObserved, now: float, settings: PlanSettings) 
     service, blocker = _parsed(observed.manifest)
     store, store_blocker = _store(service, observed)
     live = _deployment(observed)
+    blocker = blocker or _runtime_changed(service, observed)
     if live is None:
         # Pods could not start without the token, and would be rolled when it comes.
         blocker = blocker or store_blocker or _token_problem(observed)
@@ -67,8 +70,8 @@ def _parsed(manifest: Manifest) -> tuple[InferenceService | None, Verdict | None
     except InvalidObject as error:
         return None, stalled("InvalidSpec", f"{error}; correct the field and apply again")
     assert isinstance(service, InferenceService)
-    problem = extra_args_problem(service)
-    return service, stalled("InvalidSpec", problem) if problem else None
+    problem = spec_problem(service)
+    return service, stalled(*problem) if problem else None
 
 
 def _store(service: InferenceService | None, observed: ServiceObserved) -> tuple[StorePart | None, Verdict | None]:
@@ -89,6 +92,20 @@ def _store(service: InferenceService | None, observed: ServiceObserved) -> tuple
     if missing is not None:
         return None, replace(missing, message=f"KVStore {name}: {missing.message}")
     return part, None
+
+
+def _runtime_changed(service: InferenceService | None, observed: ServiceObserved) -> Verdict | None:
+    """Engines of two kinds behind one Service would be asked in one of their two languages."""
+    live = _deployment(observed)
+    if service is None or live is None or not observed.pods:
+        return None
+    running = str(dig(live, "metadata", "labels", LABEL_RUNTIME) or PACELINE)
+    if running == runtime_of(service):
+        return None
+    return stalled(
+        "RuntimeChanged",
+        f"spec.engine.runtime: engines of runtime {running} run; scale to 0 first, or make a second InferenceService",
+    )
 
 
 def _name_taken(observed: ServiceObserved) -> Verdict | None:

@@ -99,7 +99,7 @@ def test_every_cross_field_rule_of_a_model_is_in_its_crd() -> None:
         for rule in node.get("x-kubernetes-validations", [])
     }
     assert "!has(self.roles)" in rules
-    assert "self in ['paceline']" in rules
+    assert "self in ['surge', 'inPlace']" in rules
     for resource in RESOURCES:
         for cel in resource.model_fields["spec"].annotation.cel:  # pyright: ignore[reportOptionalMemberAccess]
             assert cel.rule in rules

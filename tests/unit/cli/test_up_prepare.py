@@ -232,6 +232,31 @@ def test_a_model_folder_that_is_not_whole_is_named(
     assert says in line
 
 
+def test_an_engine_of_other_software_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    model = f"file://{tmp_path}/model.gguf"
+    text = SERVICE.replace("package://no_such_package/model.gguf", model) + "  engine: {runtime: llamacpp}\n"
+    _, typed = objects_of(tmp_path, text)
+    assert prerequisites.missing_models(typed) == []
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    program_line, model_line = prerequisites.missing_engines(typed, tmp_path / "nothing")
+    assert program_line.endswith("spec.engine.runtime: llama-server is not on PATH: install llamacpp")
+    assert model_line.endswith(f"{tmp_path}/model.gguf")
+    monkeypatch.setenv("PATH", str(program.parent))
+    (tmp_path / "model.gguf").touch()
+    assert prerequisites.missing_engines(typed, tmp_path / "nothing") == []
+
+
+def test_an_engine_that_is_an_image_only_is_for_clusters(tmp_path: Path) -> None:
+    text = SERVICE.replace("package://no_such_package/model.gguf", "image://x")
+    engine = "  engine: {runtime: nim, image: a, resources: {limits: {nvidia.com/gpu: 1}}}\n"
+    _, typed = objects_of(tmp_path, text + engine)
+    (line,) = prerequisites.missing_engines(typed, tmp_path)
+    assert "nim comes as an image only; run it in a cluster" in line
+
+
 def test_missing_packages_and_programs_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prerequisites.missing_packages() == []
     monkeypatch.setattr(prerequisites.importlib.util, "find_spec", lambda name: None if name == "torch" else object())

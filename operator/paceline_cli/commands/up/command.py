@@ -56,6 +56,7 @@ def run(files: Sequence[str], options: Options) -> int:
     programs = Path(sys.executable).parent
     missing = prerequisites.missing_packages() + prerequisites.missing_programs(programs)
     missing += prerequisites.missing_for_stores(verdict.typed, programs)
+    missing += prerequisites.missing_engines(verdict.typed, programs)
     # Models are read by packages that may be missing.
     missing = missing or prerequisites.missing_models(verdict.typed)
     if missing:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paceline_api.v1alpha1 import InferenceService, KVStore, KVStoreSpec, Resource
+from paceline_api.v1alpha1.inference_service import Runtime
 from paceline_api.v1alpha1.kv_store import Encoding
 from paceline_cli.inputs import SourceObject
+from paceline_operator.planner.runtimes.registry import foreign_of
+from paceline_operator.planner.runtimes.sources import source_of
 
 _EXTRAS = {
     "engine": ("torch", "msgspec", "zmq", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn", "typer"),
@@ -71,12 +76,36 @@ def missing_models(typed: Iterable[tuple[SourceObject, Resource]]) -> list[str]:
 
     lines: list[str] = []
     for item, resource in typed:
-        if isinstance(resource, InferenceService):
+        if isinstance(resource, InferenceService) and foreign_of(resource) is None:
             for path, source in _sources(resource).items():
                 try:
                     check_model(resolve(source), default_cache_dir())
                 except ModelError as error:
                     lines.append(str(item.finding(path, str(error))))
+    return lines
+
+
+def missing_engines(typed: Iterable[tuple[SourceObject, Resource]], bin_dir: Path) -> list[str]:
+    """One line for each engine of other software, or its local model, that is not on this machine."""
+    lines: list[str] = []
+    path = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    for item, resource in typed:
+        runtime = foreign_of(resource) if isinstance(resource, InferenceService) else None
+        if runtime is None or not isinstance(resource, InferenceService):
+            continue
+        if not runtime.program and runtime.name is not Runtime.CUSTOM:
+            why = f"{runtime.name} comes as an image only; run it in a cluster"
+            lines.append(str(item.finding(("spec", "engine", "runtime"), why)))
+        elif runtime.program and shutil.which(runtime.program, path=path) is None:
+            why = f"{runtime.program} is not on PATH: install {runtime.name}"
+            lines.append(str(item.finding(("spec", "engine", "runtime"), why)))
+        source = source_of(resource)
+        if source.scheme == "pvc":
+            lines.append(
+                str(item.finding(("spec", "model", "source"), "a claim can't be mounted here; use file:///PATH"))
+            )
+        if source.scheme == "file" and not Path(source.local_path).exists():
+            lines.append(str(item.finding(("spec", "model", "source"), f"there is no {source.local_path}")))
     return lines
 
 
