@@ -107,7 +107,9 @@ def test_what_a_runtime_lacks_is_stalled_and_its_engines_stay(operator: InProces
     cluster.apply(service(engine={"runtime": "llamacpp", "blockSize": 16}, **fields))
     cluster.wait_reason(INFERENCE_SERVICE, "chat", "RuntimeUnsupported")
     stalled = condition(cluster.get(INFERENCE_SERVICE, "chat"), "Stalled")
-    assert stalled["message"].startswith("spec.engine.blockSize: runtime llamacpp has no blockSize; paceline, vllm")
+    assert stalled["message"].startswith(
+        "spec.engine.blockSize: runtime llamacpp has no blockSize; use runtime paceline"
+    )
     assert "Deployment/chat-engine" in cluster.children()
 
 

@@ -243,12 +243,22 @@ def test_every_combination_is_rendered_or_refused_with_a_field(runtime, model, e
 @pytest.mark.parametrize(
     ("runtime", "change", "field", "words"),
     [
-        ("vllm", {"engine": {"quantization": "int4"}}, "spec.engine.quantization", "only none; paceline does"),
-        ("vllm", {"engine": {"batching": "static"}}, "spec.engine.batching", "paceline does"),
-        ("vllm", {"engine": {"prefixIndex": "radix"}}, "spec.engine.prefixIndex", "only hash; paceline, sglang do"),
-        ("vllm", {"model": {"source": GGUF}}, "spec.model.source", "a .gguf file from hf://; paceline, llamacpp, olla"),
-        ("vllm", {"model": {"source": "package://p/x.gguf"}}, "spec.model.source", "paceline does"),
-        ("vllm", {"kvStoreRef": {"name": "s"}}, "spec.kvStoreRef", "vllm has no kvStoreRef; paceline does"),
+        (
+            "vllm",
+            {"engine": {"quantization": "int4"}},
+            "spec.engine.quantization",
+            "only none; use runtime paceline, or remove the field",
+        ),
+        ("vllm", {"engine": {"batching": "static"}}, "spec.engine.batching", "use runtime paceline, or"),
+        (
+            "vllm",
+            {"engine": {"prefixIndex": "radix"}},
+            "spec.engine.prefixIndex",
+            "only hash; use runtime paceline or sglang, or",
+        ),
+        ("vllm", {"model": {"source": GGUF}}, "spec.model.source", "a .gguf file from hf://; use runtime paceline, ll"),
+        ("vllm", {"model": {"source": "package://p/x.gguf"}}, "spec.model.source", "use runtime paceline"),
+        ("vllm", {"kvStoreRef": {"name": "s"}}, "spec.kvStoreRef", "vllm has no kvStoreRef; use runtime paceline,"),
         (
             "vllm",
             {"engine": {"speculative": {"method": "ngram", "numTokens": "auto"}}},
@@ -257,12 +267,27 @@ def test_every_combination_is_rendered_or_refused_with_a_field(runtime, model, e
         ),
         ("vllm", {"engine": {"extraArgs": ["--api-key=x"]}}, "spec.engine.extraArgs[0]", "set by the operator"),
         ("sglang", {"engine": {}}, "spec.engine.resources.limits", "sglang runs on GPUs only"),
-        ("sglang", {"engine": {"kvCacheMemory": "1Gi"}}, "spec.engine.kvCacheMemory", "paceline, vllm, nim do"),
-        ("llamacpp", {"model": {"source": HUB}}, "spec.model.source", "a Hugging Face folder from hf://; paceline, vl"),
+        (
+            "sglang",
+            {"engine": {"kvCacheMemory": "1Gi"}},
+            "spec.engine.kvCacheMemory",
+            "use runtime paceline, vllm or nim, or",
+        ),
+        (
+            "llamacpp",
+            {"model": {"source": HUB}},
+            "spec.model.source",
+            "a Hugging Face folder from hf://; use runtime pac",
+        ),
         ("llamacpp", {"model": {"source": GGUF, "revision": "v1"}}, "spec.model.revision", "has no revision"),
-        ("llamacpp", {"engine": {"blockSize": 16}}, "spec.engine.blockSize", "paceline, vllm, sglang, nim do"),
+        (
+            "llamacpp",
+            {"engine": {"blockSize": 16}},
+            "spec.engine.blockSize",
+            "use runtime paceline, vllm, sglang or nim, or",
+        ),
         ("ollama", {"engine": {"extraArgs": ["--x=1"]}}, "spec.engine.extraArgs", "has no options"),
-        ("ollama", {"model": {"source": GGUF, "chatTemplate": "x"}}, "spec.model.chatTemplate", "custom do"),
+        ("ollama", {"model": {"source": GGUF, "chatTemplate": "x"}}, "spec.model.chatTemplate", "or custom, or"),
         ("ollama", {"model": {"source": GGUF, "servedName": "a:b:c"}}, "spec.model.servedName", "NAME:TAG"),
         ("trtllm", {"engine": {"image": "x/release:0.21.0", "resources": GPU}}, "spec.engine.image", "1.0 or later"),
         ("tritonserver", {"engine": {"maxNumSeqs": 4}}, "spec.engine.maxNumSeqs", "has no maxNumSeqs"),
@@ -282,7 +307,7 @@ def test_what_a_runtime_lacks_is_stalled_with_the_field_and_who_can(runtime, cha
 def test_our_own_engine_does_not_load_an_images_model() -> None:
     stalled = condition(plan(observed(service(model={"source": "image://llama"})), NOW, SETTINGS), "Stalled")
     assert stalled is not None
-    assert "nim, custom do" in stalled["message"]
+    assert "use runtime nim or custom" in stalled["message"]
 
 
 def test_a_runtime_cannot_change_under_running_engines() -> None:

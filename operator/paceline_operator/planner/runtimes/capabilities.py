@@ -97,4 +97,6 @@ def _listed(values: frozenset[object]) -> str:
 
 
 def _able(names: list[str]) -> str:
-    return f"{', '.join(names)} {'does' if len(names) == 1 else 'do'}" if names else "no runtime does"
+    if not names:
+        return "no runtime can"
+    return f"use runtime {' or '.join([', '.join(names[:-1]), names[-1]] if names[1:] else names)}"
