@@ -44,6 +44,8 @@ FIGURES = (
     "vllm:time_to_first_token_seconds",
 )
 _VLLM = {name: name for name in FIGURES}
+# Releases differ in whether the names carry vLLM's prefix; none has both.
+_NIM_LOAD = (*FIGURES[:2], *(name.removeprefix("vllm:") for name in FIGURES[:2]))
 _SGLANG = {
     "vllm:num_requests_running": "sglang:num_running_reqs",
     "vllm:num_requests_waiting": "sglang:num_queue_reqs",
@@ -73,7 +75,7 @@ RUNTIMES: Mapping[str, RuntimeFacts] = {
     "ollama": RuntimeFacts(),
     "trtllm": RuntimeFacts(),
     "tritonserver": RuntimeFacts(load=_load("/metrics", _TRITON), metrics=_TRITON),
-    "nim": RuntimeFacts(load=_load("/v1/metrics", _VLLM), metrics=_VLLM),
+    "nim": RuntimeFacts(load=LoadSource("/v1/metrics", _NIM_LOAD), metrics=_VLLM),
     "custom": RuntimeFacts(),
 }
 _UNKNOWN = RuntimeFacts()

@@ -62,5 +62,6 @@ NIM = ForeignRuntime(
     notes=(
         "spec.engine.image is the model's own image with source image://NAME, else the model-free one.",
         "credentialsSecretRef holds NGC_API_KEY, HF_TOKEN or AWS_*. It checks no token.",
+        "Older releases have its figures without the prefix vllm:; routers read either.",
     ),
 )
