@@ -65,7 +65,7 @@ class LoadPoll:
         facts = facts_of(endpoint.runtime)
         if facts.load is None:
             return
-        headers = Private("", None if self._token is None else self._token.current()).for_runtime(facts)
+        headers = Private("", "", None if self._token is None else self._token.current()).for_runtime(facts)
         async with self._slots:
             before = self._in_flight.at(endpoint.id)
             text = await self._text(endpoint.base_url + facts.load.path, headers)
