@@ -81,7 +81,7 @@ class Holds(Generic[K]):
 
     def arrived(self, key: K, num_bytes: int) -> None:
         """A chunk has come and has that many bytes. It is held no longer if there is no room for them."""
-        if key not in self._keys:
+        if not self._keys:  # Looking a key up costs more than this, and there are seldom any.
             return
         with self._lock:
             known = self._keys.get(key)

@@ -55,7 +55,7 @@ class TenantChunks(Generic[K]):
 
     def touch(self, key: K) -> None:
         """The chunk was used."""
-        if key not in self._held:
+        if not self._held:
             return
         with self._lock:
             held = self._held.get(key)
@@ -64,7 +64,7 @@ class TenantChunks(Generic[K]):
 
     def remove(self, key: K) -> None:
         """The chunk is gone, or was never put. Unknown ones are ignored."""
-        if key not in self._held:
+        if not self._held:
             return
         with self._lock:
             held = self._held.pop(key, None)

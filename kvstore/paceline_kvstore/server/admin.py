@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 CLIENTS_MAX = 16
 CLIENT_SECONDS = 15.0
+WORK_SECONDS = 600.0
+"""For what a request asks for: a purge of a large bucket takes its time."""
 BODY_BYTES_MAX = 1 << 20
 DISCARD_BYTES_MAX = 4 * BODY_BYTES_MAX
 _PIECE_BYTES = 1 << 16
@@ -130,7 +132,7 @@ class Admin:
 
 
 class _HttpServer(ThreadingHTTPServer):
-    """A thread a client, up to CLIENTS_MAX; who takes longer than CLIENT_SECONDS is cut off."""
+    """A thread a client, up to CLIENTS_MAX; who takes longer than CLIENT_SECONDS to ask, or to listen, is cut off."""
 
     daemon_threads = True
     block_on_close = False
@@ -164,6 +166,12 @@ class _HttpServer(ThreadingHTTPServer):
                 return False
             self._clients[request] = time.monotonic() + CLIENT_SECONDS
             return True
+
+    def allow(self, request: socket.socket, seconds: float) -> None:
+        """The client is served for so long from now."""
+        with self._lock:
+            if request in self._clients:
+                self._clients[request] = time.monotonic() + seconds
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -211,12 +219,14 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             # First: bytes that nobody reads would make the kernel reset the connection before the answer is read.
             body = self._body()
+            self._http.allow(self.connection, WORK_SECONDS)
             answer = self._route(method, self.path.partition("?")[0], body)
         except BadRequest as error:
             answer = _json({"error": {"message": str(error), "field": error.field}}, error.status)
         except Exception:
             logger.exception("%s %s failed", method, self.path)
             answer = _json({"error": {"message": "the server failed; its log says why", "field": None}}, 500)
+        self._http.allow(self.connection, CLIENT_SECONDS)
         self.send_response(answer.status)
         self.send_header("content-type", answer.content_type)
         self.send_header("content-length", str(len(answer.body)))

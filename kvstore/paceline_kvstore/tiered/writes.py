@@ -52,7 +52,7 @@ class WriteBehind:
 
     def find(self, key: ChunkKey) -> memoryview | None:
         """The payload of a chunk that is on its way."""
-        staged = self._staged.get(key)
+        staged = self._staged.get(key) if self._staged else None
         return None if staged is None else staged.chunk.payload
 
     def submit(self, level: Level, chunk: Chunk, epoch: int | None = None) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from paceline_api.metrics import KV_SERVER, KV_STORE
 from paceline_kvstore import ChunkKey
 from paceline_kvstore.server import admin as admin_module
 from paceline_kvstore.server.admin import AdminServer
+from paceline_kvstore.server.store import Removed
 
 # A breaker guards a tier that is elsewhere; this server has memory.
 CATALOGUE = [*KV_SERVER, *(metric for metric in KV_STORE if metric.name != "paceline_kvstore_breaker_open")]
@@ -209,3 +213,29 @@ def test_slow_clients_are_bounded_and_do_not_keep_others_out_for_long(
         for sock in slow:
             sock.close()
         port.close()
+
+
+def test_a_purge_may_take_longer_than_a_client_may_take_to_ask(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def clear(**_which: Any) -> Removed:
+        begun.set()
+        assert go_on.wait(60)
+        return Removed(7)
+
+    monkeypatch.setattr(port.node.store, "clear", clear)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(port.ask, "POST", "/admin/invalidate", {"tenant": "a"})
+        assert begun.wait(60)
+        later = time.monotonic() + 2 * admin_module.CLIENT_SECONDS
+        with monkeypatch.context() as clock:
+            clock.setattr(admin_module.time, "monotonic", lambda: later)
+            port._server._http.service_actions()
+        go_on.set()
+        assert answer.result(60) == (200, {"removed": 7})
+
+
+def test_a_purge_that_a_tier_did_not_hear_of_is_no_success(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port.node.store, "clear", lambda **_which: Removed(3, ("s3",)))
+    status, answer = port.ask("POST", "/admin/invalidate", {"tenant": "a"})
+    assert status == 503 and answer["removed"] == 3 and "tier s3 failed" in answer["error"]["message"]
