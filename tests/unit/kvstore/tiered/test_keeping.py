@@ -39,6 +39,7 @@ def test_a_pin_holds_what_is_still_on_its_way(make_store: Make, key: Keys, paylo
     keys = chain(key, 3)
     assert store.pin("transfer", keys, 60.0) == 3
     offer(store, keys, payload)
+    assert store.pins.num_bytes(store.clock()) == sum(len(payload(each)) for each in keys), "against the bound on bytes"
     offer(store, chain(key, 40, start=100), payload)
     settled(store)
     assert len(store.lookup(keys).plan) == 3
