@@ -79,8 +79,6 @@ def _leases(report: Report, name: str, tier: MemoryTier, count: int, theirs_us: 
     report.rows.append(Row(name, "lease and release, p50", "us", p50, theirs_us and round(theirs_us, 2), LMCACHE))
     report.rows.append(Row(name, "lease and release, p99", "us", round(times[len(times) * 99 // 100], 2)))
     report.bars.append(Bar(f"{name}: lease p50, us", p50, "<=", 20))
-    if theirs_us is not None:
-        report.bars.append(Bar(f"{name}, lease: x {LMCACHE}", round(theirs_us / p50, 2), ">=", BOUNDS[LMCACHE]))
     log.info("  %s: lease %.1f us, LMCache %s", name, p50, theirs_us and round(theirs_us, 1))
 
 

@@ -62,7 +62,7 @@ class Transfer:
 
 
 class Flight:
-    """The transfers of one thread, one batch at a time. Every batch that was begun must be ended by `drain`."""
+    """The transfers of one thread, numbered from 0 in the order in which they began, until `drain` ends them all."""
 
     def __init__(self) -> None:
         self._context = ctypes.c_ulong(0)
@@ -91,17 +91,16 @@ class Flight:
         return self._numbers is not None and self._owner == os.getpid()
 
     def begin(self, fd: int, kind: int, transfers: Sequence[Transfer]) -> None:
-        """Start at most DEPTH transfers, all READ or all WRITE. OSError, with none of them left in flight."""
-        for number, transfer in enumerate(transfers):
+        """Start transfers, all READ or all WRITE; at most DEPTH between two drains. OSError, with nothing in flight."""
+        for number, transfer in enumerate(transfers, len(self._results)):
             control = self._controls[number]
             control.data, control.opcode, control.fd = number, kind, fd
             control.buffer, control.num_bytes = transfer.memory.ctypes.data, len(transfer.memory)
             control.offset = transfer.offset
-        self._memory = [transfer.memory for transfer in transfers]
-        self._results = [None] * len(transfers)
-        self._begun = self._done = 0
-        while self._begun < len(transfers):
-            left = len(transfers) - self._begun
+        self._memory += [transfer.memory for transfer in transfers]
+        self._results += [None] * len(transfers)
+        while self._begun < len(self._results):
+            left = len(self._results) - self._begun
             pointers = ctypes.byref(self._pointers, self._begun * ctypes.sizeof(ctypes.c_void_p))
             begun = self._do(self._number(3), self._context, ctypes.c_long(left), pointers)
             if begun > 0:
@@ -113,9 +112,10 @@ class Flight:
                 raise OSError(-begun, os.strerror(-begun))
 
     def wait(self, number: int) -> int:
-        """Bytes that a transfer moved, when it is done; that may be fewer than asked for. OSError."""
-        while self._results[number] is None:
-            self._reap()
+        """Bytes that a transfer moved, when it and those before it are done; perhaps fewer than asked for. OSError."""
+        # Woken up once, not once for each: on a busy machine every time costs.
+        while missing := self._results[: number + 1].count(None):
+            self._reap(missing)
         result = self._results[number]
         assert result is not None
         if result < 0:
@@ -125,11 +125,13 @@ class Flight:
     def drain(self) -> None:
         """Return when nothing is in flight: memory and file are the caller's again."""
         while self._done < self._begun:
-            self._reap()
-        self._memory = []
+            self._reap(self._begun - self._done)
+        self._begun = self._done = 0
+        self._results, self._memory = [], []
 
-    def _reap(self) -> None:
-        got = self._do(self._number(2), self._context, ctypes.c_long(1), ctypes.c_long(DEPTH), self._events, None)
+    def _reap(self, at_least: int = 1) -> None:
+        least, most = ctypes.c_long(at_least), ctypes.c_long(DEPTH)
+        got = self._do(self._number(2), self._context, least, most, self._events, None)
         if got < 0 and got != -errno.EINTR:
             raise OSError(-got, os.strerror(-got))
         for event in self._events[: max(0, got)]:

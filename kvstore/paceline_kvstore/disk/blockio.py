@@ -25,6 +25,7 @@ from paceline_kvstore.errors import CorruptChunk
 BOUNCE_BYTES = 2 << 20
 PIECE_BYTES = 4 << 20
 """What is read before its checksum is begun; larger payloads are checked while the rest of them is read or written."""
+PIECES_MAX = 4
 
 
 class _Scratch(threading.local):
@@ -90,15 +91,17 @@ def _write_beside(fd: int, offset: int, parts: Sequence[Bytes], header: Callable
     flight = aio.flight()
     if not flight.available:
         return False
-    starts = [offset + BLOCK + start for start in accumulate((len(part) for part in parts), initial=0)]
+    starts = accumulate((len(part) for part in parts), initial=offset + BLOCK)
     transfers = [aio.Transfer(part, start) for part, start in zip(parts, starts, strict=False)]
     try:
         try:
             flight.begin(fd, aio.WRITE, transfers)
         except OSError:
             return False
-        write_block(fd, offset, header())
-        for number, part in enumerate(parts):
+        _fill(_scratch.header, header())
+        flight.begin(fd, aio.WRITE, [aio.Transfer(_scratch.header, offset)])
+        flight.wait(len(parts))
+        for number, part in enumerate((*parts, _scratch.header)):
             written = flight.wait(number)
             if written != len(part):
                 raise OSError(errno.ENOSPC, f"{written} of {len(part)} bytes were written")
@@ -131,8 +134,8 @@ def read(fd: int, offset: int, target: Bytes, *, direct: bool) -> Generator[Byte
 
 
 def _read_ahead(fd: int, offset: int, target: Bytes) -> Iterator[Bytes]:
-    """The header and all pieces in flight at once."""
-    size = max(PIECE_BYTES, BLOCK * -(-blocks(len(target)) // (aio.DEPTH - 1)))
+    """The header and all pieces in flight at once; a few only, as each wakes the thread up."""
+    size = max(PIECE_BYTES, BLOCK * -(-blocks(len(target)) // PIECES_MAX))
     pieces = [
         aio.Transfer(target[start : start + size], offset + BLOCK + start) for start in range(0, len(target), size)
     ]
@@ -146,6 +149,7 @@ def _read_ahead(fd: int, offset: int, target: Bytes) -> Iterator[Bytes]:
             _read_all(fd, [_scratch.header, target], offset)
             yield from (_scratch.header, target)
             return
+        flight.wait(1)
         for number, part in enumerate(parts):
             got = flight.wait(number)
             if got != len(part.memory):
