@@ -20,8 +20,9 @@ reason `RuntimeUnsupported`, and the message names the field and the runtimes th
 same.
 
 A runtime can be changed only while no engine runs (scale to 0), since routers speak to one kind at a time.
-What is checked how: llama.cpp's real server runs in a test; the others are compared with the flags that the named
-release documents, and have not been run by this project.
+What is checked how: llama.cpp's real server runs in a test. The own parsers of vLLM and SGLang read what is rendered,
+where they are installed. All are compared with the flags that the named release documents; none but llama.cpp has been
+run by this project.
 """
 _ROUTER = """
 ## Behind the router
