@@ -8,19 +8,27 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline_cli.main import main
+from paceline_kvstore.config import StoreSettings
 from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.opening import open_store
 from paceline_kvstore.s3.settings import S3Settings
+from paceline_kvstore.server.node_server import NodeServer
+from paceline_kvstore.server.store import NodeStore
 from paceline_kvstore.tiers import DiskTier
 from paceline_kvstore.tiers.remote import RemoteTier
 from paceline_kvstore.tiers.s3 import open_s3
 from paceline_kvstore.wire.address import parse_address
+from paceline_kvstore.wire.tls import ServerTls
 
 PAYLOAD = bytes(5000)
 CAPACITY = 8 << 20
@@ -234,7 +242,26 @@ def test_all_of_it_on_a_node_server(kv: Kv, tmp_path: Path) -> None:
             server.terminate()
     gone = kv("ls", where)
     assert gone.returncode == 1
-    assert gone.stderr == f"paceline: {where}: no KV server answers there, or it wants another --token-file\n"
+    said = f"paceline: {where}: no KV server answers there, or it wants another --token-file or --ca-file\n"
+    assert gone.stderr == said
+
+
+def test_a_node_server_with_tls_wants_its_authority(kv: Kv, tmp_path: Path) -> None:
+    tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-subj", "/CN=kv", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(tls.key_file), "-out", str(tls.cert_file)]
+    subprocess.run(command, check=True, capture_output=True)
+    listener = create_server(("127.0.0.1", 0))
+    where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    store = NodeStore(open_store(StoreSettings(memory=1 << 20)))
+    with closing(NodeServer(store, [listener], CollectorRegistry(), tls=tls)) as server:
+        server.start()
+        assert store.tier.put(_keys(0xAA, 1)[0], PAYLOAD)
+        assert json.loads(kv("stats", where, "--ca-file", tls.cert_file, "--json").stdout)["chunks"] == 1
+        without, wrong = kv("stats", where), kv("stats", where, "--ca-file", tls.key_file)
+    assert without.returncode == 1 and "it wants another --token-file or --ca-file" in without.stderr
+    assert wrong.returncode == 2 and f"--ca-file: can't use {tls.key_file}" in wrong.stderr
 
 
 def test_a_server_that_is_not_there_is_one_line(kv: Kv) -> None:

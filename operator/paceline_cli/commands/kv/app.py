@@ -38,7 +38,7 @@ CredentialsDir = Annotated[
     Path | None,
     typer.Option(help="Folder with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; default: as the AWS tools find them."),
 ]
-CaFile = Annotated[Path | None, typer.Option(help="Certificates of the authority that the S3 server's is of.")]
+CaFile = Annotated[Path | None, typer.Option(help="Certificates of the authority that the S3 or node server's is of.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token of the node server.")]
 Namespaces = Annotated[list[str] | None, typer.Option(metavar="HEX", help="First digits of a namespace; repeatable.")]
 

@@ -15,6 +15,7 @@ from paceline_kvstore.tiers.disk import DiskTier
 from paceline_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from paceline_kvstore.tiers.s3 import S3Tier
 from paceline_kvstore.wire.address import parse_address
+from paceline_kvstore.wire.tls import ClientTls
 
 UNBOUNDED = 1 << 60
 """Capacity of a folder that is only looked at: nothing may be evicted for that."""
@@ -65,11 +66,21 @@ class Place:
             raise BadInput(str(error)) from None
         except OSError as error:
             raise BadInput(f"--token-file: can't read {self.token_file}: {error.strerror}") from None
-        tier = RemoteTier(address, RemoteOptions(token=token))
+        tier = RemoteTier(address, RemoteOptions(token=token, tls=self._tls()))
         if not tier.capacity:
             tier.close()
-            raise CliError(f"{self.where}: no KV server answers there, or it wants another --token-file")
+            raise CliError(f"{self.where}: no KV server answers there, or it wants another --token-file or --ca-file")
         return tier
+
+    def _tls(self) -> ClientTls | None:
+        if self.ca_file is None:
+            return None
+        tls = ClientTls(self.ca_file)
+        try:
+            tls.context()
+        except OSError as error:
+            raise BadInput(f"--ca-file: can't use {self.ca_file}: {error.strerror or error}") from None
+        return tls
 
     def folder(self) -> Path:
         """The folder. BadInput unless a disk tier has been in it."""
