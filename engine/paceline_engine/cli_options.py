@@ -204,6 +204,12 @@ KVStoreDiskCapacity = Annotated[
         parser=_SIZE, metavar="SIZE", help="Most bytes that the files of --kv-store-disk may take. Default: 8Gi."
     ),
 ]
+KVHandoffLease = Annotated[
+    float,
+    typer.Option(
+        parser=_DURATION, metavar="DURATION", help="How long a prompt's KV is lent to the engine that goes on with it."
+    ),
+]
 MaxLoras = Annotated[int, typer.Option(min=1, help="LoRA adapters that may be loaded at once.")]
 MaxLoraRank = Annotated[int, typer.Option(min=1, help="Highest rank of a LoRA adapter.")]
 DrainTimeout = Annotated[

@@ -22,6 +22,8 @@ SPECULATIVE_METHODS = ("none", "ngram", "draft", "selfDraft")
 MAX_GUESSES = 32
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
 MIB = 1024 * 1024
+# A node server lets nobody hold chunks for longer.
+MAX_LEASE_SECONDS = 600.0
 # Of a device that isn't a GPU, where nothing else is asked for.
 KV_CACHE_BYTES = 256 * MIB
 _CHOICES = {
@@ -49,7 +51,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     pool of each device; None is what gpu_memory_utilization, a share of a GPU's memory, leaves beside weights and
     activations, and KV_CACHE_BYTES elsewhere. enforce_eager: no CUDA graphs. kv_store_bytes: memory for preempted
     sequences' KV; 0 recomputes it, as the simulated device, which holds no KV, always does. kv_store: settings, as
-    JSON, of the store where prefixes' KV outlives the device, "" for none. max_num_waiting: queued requests.
+    JSON, of the store where prefixes' KV outlives the device, "" for none. kv_handoff_lease_s: seconds
+    that KV is lent to the engine that goes on with a prompt. max_num_waiting: queued requests.
     enable_prefix_caching: share KV of equal prefixes; prefix_index: how it is looked up. batching: when a place is
     refilled; batch_wait_ms: how long a dynamic batch may take to fill. scheduling_policy: what requests are ordered by.
     max_preemptions: how often one may lose its blocks; 0 reserves the longest length of each.
@@ -81,6 +84,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     kv_store_bytes: int = 256 * MIB
     kv_store: str = ""
+    kv_handoff_lease_s: float = 60.0
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
     prefix_index: Literal["hash", "radix"] = "hash"
@@ -129,6 +133,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.kv_store and not self.enable_prefix_caching:
             raise ValueError("a KV store needs enable_prefix_caching: KV comes back through that cache")
+        if not 0.0 < self.kv_handoff_lease_s <= MAX_LEASE_SECONDS:
+            raise ValueError(
+                f"kv_handoff_lease_s must be above 0 and at most {MAX_LEASE_SECONDS:g}, not {self.kv_handoff_lease_s:g}"
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2 tokens, not {self.max_model_len}")
         if self.speculative_num_tokens is not None and not 1 <= self.speculative_num_tokens <= MAX_GUESSES:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from paceline_engine.backends.base import Backend
 from paceline_engine.core.scheduler import Scheduler
 from paceline_engine.core.step_log import Commanded, StepLog
+from paceline_engine.handoffs import Handoffs
 from paceline_engine.messages import Command, CommandResult, DropGrammar, LoadGrammar, PrepareGrammars, RequestOutput
 from paceline_engine.records import require_msgspec
 
@@ -95,12 +96,18 @@ class Commands:
     """Carries commands out on one scheduler and its device. explain_stored: what was decided, by request id."""
 
     def __init__(
-        self, scheduler: Scheduler, backend: Backend, log: StepLog, explain_stored: Callable[[], dict[str, str]] = dict
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        log: StepLog,
+        handoffs: Handoffs,
+        explain_stored: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self._explain_stored = explain_stored
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
+        self._handoffs = handoffs
 
     def run(self, command: Command, now: float) -> tuple[CommandResult, list[RequestOutput]]:
         """The command's answer, and the terminal outputs of requests that it ended."""
@@ -116,6 +123,7 @@ class Commands:
             case "reset_prefix_cache":
                 self._log.commanded(Commanded("reset_prefix_cache"))
                 self._scheduler.reset_prefix_cache()
+                self._handoffs.reset()
                 return {"reset": True}
             case "sleep":
                 outputs += self._sleep(arguments.get("level", "1"), now)
@@ -134,16 +142,18 @@ class Commands:
                 raise ValueError(f"the core knows no command {name!r}")
 
     def _explain(self, arguments: Mapping[str, str], now: float) -> dict[str, Any]:
-        """Who runs, why others wait, and what is stored of them.
+        """Who runs, why others wait, what is stored of them, and what became of the latest hand-offs.
 
         With log=true also the step log, for `core.step_log.replay`.
         """
+        to_builtins = require_msgspec("an explanation").to_builtins
         live = set(self._scheduler.live_ids())
         values: dict[str, Any] = {
             "stored": {name: text for name, text in self._explain_stored().items() if name in live},
             "num_running": self._scheduler.num_running,
             "running": self._scheduler.running_ids(),
-            "waiting": require_msgspec("an explanation of who waits").to_builtins(self._scheduler.why_waiting(now)),
+            "waiting": to_builtins(self._scheduler.why_waiting(now)),
+            "handoffs": to_builtins(self._handoffs.recent),
         }
         if arguments.get("log") == "true":
             values["log"] = self._log.encoded()
@@ -160,6 +170,7 @@ class Commands:
             raise ValueError(f"{live} requests are live; wait for them, or sleep at level 2, which ends them")
         self._log.commanded(Commanded("sleep"))
         outputs = self._scheduler.sleep()
+        self._handoffs.reset()
         # The device drops the rows of requests that were ended before it loses their blocks.
         plan = self._scheduler.schedule(now)
         self._log.planned(now, plan)

@@ -80,6 +80,8 @@ class CoreLoop:
         self._post = post
         self._prefixes = core.prefixes
         self._count_store_at = 0.0
+        self._handoffs = core.handoffs
+        core.handoffs.on_news(lambda: post(StoreNews()))
         if core.prefixes is not None:
             core.prefixes.on_news(lambda: post(StoreNews()))
         self._scheduler = core.scheduler
@@ -87,7 +89,7 @@ class CoreLoop:
         store = core.scheduler.kv.store
         self._log = StepLog(core.scheduler, store if isinstance(store, RecordingStore) else None)
         explain_stored = core.prefixes.explain if core.prefixes is not None else dict[str, str]
-        self._commands = Commands(core.scheduler, core.backend, self._log, explain_stored)
+        self._commands = Commands(core.scheduler, core.backend, self._log, core.handoffs, explain_stored)
         self._receive = receive
         self._send = send
         self._clock = clock
@@ -116,7 +118,7 @@ class CoreLoop:
     def _tell(self, outputs: list[RequestOutput], results: list[CommandResult]) -> None:
         """Send what there is to say; nothing, if that is only how a busy core stands, and was said a moment ago."""
         now, cache = self._clock(), self._scheduler.kv.cache
-        outputs = self._bundles.take(outputs, now)
+        outputs = self._bundles.take(self._handoffs.settled(outputs, is_last=self._stopping), now)
         is_busy = self._scheduler.has_work and now < self._last_sent + QUIET_SECONDS
         if is_busy and not outputs and not results:
             return
@@ -161,12 +163,13 @@ class CoreLoop:
             case AddRequest():
                 now = self._clock()
                 self._log.added(message, now)
+                self._handoffs.arrived(message)
                 answer = self._scheduler.add(message, now)
                 if message.bundled:
                     self._bundles.follow(message.request_id)
             case AbortRequest():
                 self._log.aborted(message.request_id)
-                answer = self._scheduler.abort(message.request_id)
+                answer = self._scheduler.abort(message.request_id) or self._handoffs.aborted(message.request_id)
             case PrepareGrammars() | LoadGrammar() | DropGrammar():
                 handle_grammar(self._backend, message, self._post)
             case CommandResult():
@@ -220,6 +223,8 @@ class CoreLoop:
             num_queue_refusals=scheduler.arrivals.num_queue_refusals,
             waiting_reasons=scheduler.waiting_reasons(),
             asleep=scheduler.arrivals.asleep,
+            handoffs=self._handoffs.counts,
+            kv_leases=self._handoffs.leases,
             device=dict(self._backend.stats),
         )
 
@@ -260,6 +265,8 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
         send(CoreFailed(message=_one_line(error)))
         return 1
     finally:
+        if core is not None:
+            core.handoffs.close()
         if core is not None and core.prefixes is not None:
             core.prefixes.close()
         context.destroy(linger=1000)
@@ -290,6 +297,7 @@ def _ready(core: Core, load_seconds: float) -> CoreReady:
         namespace_digest=core.namespace_digest,
         load_seconds=load_seconds,
         follows_constraints=isinstance(core.backend, FollowsConstraints),
+        lends=core.handoffs.lends,
         gpus=core.backend.gpus if isinstance(core.backend, UsesGpus) else (),
     )
 

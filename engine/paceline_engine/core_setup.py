@@ -6,7 +6,7 @@ Imports no torch itself; the chosen backend may.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from paceline_api.identity import NamespaceFields, namespace_digest
@@ -21,6 +21,8 @@ from paceline_engine.core.spec import SpeculationConfig
 from paceline_engine.core.step_log import RecordingPrefixes, RecordingStore
 from paceline_engine.core.stored_kv import num_chunk_blocks
 from paceline_engine.core.stored_prefixes import StoredPrefixes
+from paceline_engine.handoffs import Handoffs, open_handoffs
+from paceline_engine.kv_borrower import BorrowedPrefixes
 from paceline_engine.models.loader import LoadedModel, load_model_dir
 from paceline_engine.prefix_store import PrefixStore
 from paceline_engine.sizing import SetupError, size_blocks
@@ -38,7 +40,7 @@ ELEMENTS = {"float32": Element.FLOAT32, "bfloat16": Element.BFLOAT16}
 class Core:
     """A backend and the scheduler that feeds it. overlapped: plan the next step while the device makes the last.
 
-    prefixes: where KV of prefixes is stored, to be closed in the end.
+    prefixes: where KV of prefixes is stored, to be closed in the end; handoffs as well, before it.
     """
 
     scheduler: Scheduler
@@ -47,6 +49,7 @@ class Core:
     namespace_digest: str
     overlapped: bool = False
     prefixes: PrefixStore | None = None
+    handoffs: Handoffs = field(default_factory=open_handoffs)
 
 
 def identity(config: EngineConfig, loaded: LoadedModel) -> str:
@@ -130,10 +133,16 @@ def build_core(config: EngineConfig) -> Core:
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, config.block_size, config.prefix_index) if config.enable_prefix_caching else None
     prefixes = open_prefixes(config, backend, digest)
+    handoffs = open_handoffs()
     stored: StoredPrefixes | None = None
     if prefixes is not None and cache is not None:
+        handoffs = open_handoffs(
+            prefixes.store, prefixes.copier, prefixes.namespace, prefixes.chunk_tokens, config.kv_handoff_lease_s
+        )
         chunk_blocks = num_chunk_blocks(config.block_size)
-        stored = StoredPrefixes(pool, cache, config.block_size, RecordingPrefixes(prefixes), chunk_blocks)
+        found = RecordingPrefixes(BorrowedPrefixes(prefixes, handoffs.borrower))
+        stored = StoredPrefixes(pool, cache, config.block_size, found, chunk_blocks)
+        stored.lender = handoffs.lender
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -158,4 +167,5 @@ def build_core(config: EngineConfig) -> Core:
         namespace_digest=digest,
         overlapped=config.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
         prefixes=prefixes,
+        handoffs=handoffs,
     )

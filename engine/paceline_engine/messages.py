@@ -42,6 +42,21 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
+class Handoff(Struct, frozen=True, kw_only=True):
+    """KV of a prompt's leading chunks that the engine that computed it lends to the one that goes on with it.
+
+    transfer_id: the lease. epoch: of the lender's KV; it changes with everything that makes what was lent before
+    worthless. namespace: hex digest of what the KV is the state of. expires_at: Unix seconds.
+    """
+
+    transfer_id: str
+    epoch: str
+    namespace: str
+    num_tokens: int
+    num_chunks: int
+    expires_at: float
+
+
 class AddRequest(Struct, frozen=True, kw_only=True, tag="add"):
     """One accepted request.
 
@@ -49,6 +64,8 @@ class AddRequest(Struct, frozen=True, kw_only=True, tag="add"):
     lower runs first, as in vLLM. ttft_s, e2e_s: seconds from arrival by which the first and the last token must be out;
     None is no limit. adapter: name of a loaded LoRA adapter. grammar_id: of the LoadGrammar whose grammar the output
     follows. traffic_class: what speculation is switched by. embed: answer with the prompt's embedding, no tokens.
+    lends: another engine goes on with it, so its prompt's KV is lent. handoff: KV of its prompt that another engine
+    lends.
     """
 
     request_id: str
@@ -64,6 +81,8 @@ class AddRequest(Struct, frozen=True, kw_only=True, tag="add"):
     traffic_class: str = ""
     embed: bool = False
     bundled: bool = False
+    lends: bool = False
+    handoff: Handoff | None = None
 
 
 class AbortRequest(Struct, frozen=True, kw_only=True, tag="abort"):
@@ -144,8 +163,9 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     prompt tokens whose KV was found, not computed; loaded_tokens: those of them that were loaded for this request, by
     the KV store's tier. num_draft_tokens, num_accepted_tokens: guesses verified and kept in
     this step; rejected_token_ids: the first guess that was wrong and those behind it. embedding: where one was asked
-    for, a unit vector as float32, little endian; comes with "stop". ages: where several steps' outputs were joined, for
-    each that had tokens the seconds since that step.
+    for, a unit vector as float32, little endian; comes with "stop". handoff: what is lent of a request with `lends`
+    that ended with "length". ages: where several steps' outputs were joined, for each that had tokens the seconds since
+    that step.
     """
 
     request_id: str
@@ -162,6 +182,7 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     rejected_token_ids: tuple[int, ...] = ()
     embedding: bytes = b""
     ages: tuple[float, ...] = ()
+    handoff: Handoff | None = None
 
 
 class CoreStats(Struct, frozen=True, kw_only=True):
@@ -173,7 +194,8 @@ class CoreStats(Struct, frozen=True, kw_only=True):
     kept. num_deadline_refusals were refused on arrival, num_deadline_misses cut. waiting_reasons: waiting requests by
     what they wait for. A step of n tokens takes about step_alpha_seconds + step_beta_seconds * n;
     prefill_tokens_per_second is measured; all three are 0 until known. num_steps: round trips to the device, which took
-    step_seconds. device: the backend's own counters.
+    step_seconds. handoffs: how many, by "side outcome"; kv_leases: those that are open, by side. device: the backend's
+    own counters.
     """
 
     num_running: int = 0
@@ -204,6 +226,8 @@ class CoreStats(Struct, frozen=True, kw_only=True):
     step_beta_seconds: float = 0.0
     prefill_tokens_per_second: float = 0.0
     asleep: bool = False
+    handoffs: dict[str, int] = {}
+    kv_leases: dict[str, int] = {}
     device: dict[str, float] = {}
 
 
@@ -248,7 +272,8 @@ class StepOutputs(Struct, frozen=True, kw_only=True, tag="step"):
 class CoreReady(Struct, frozen=True, kw_only=True, tag="ready"):
     """The model is loaded and the KV pool allocated.
 
-    follows_constraints: the device can load grammars. gpus: CUDA's numbers of the GPUs it runs on; none if it has none.
+    follows_constraints: the device can load grammars. lends: there is a tier of the KV store that other engines reach.
+    gpus: CUDA's numbers of the GPUs it runs on; none if it has none.
     """
 
     num_blocks: int
@@ -257,6 +282,7 @@ class CoreReady(Struct, frozen=True, kw_only=True, tag="ready"):
     namespace_digest: str
     load_seconds: float
     follows_constraints: bool = True
+    lends: bool = False
     gpus: tuple[int, ...] = ()
 
 

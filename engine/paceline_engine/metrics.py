@@ -96,6 +96,12 @@ class EngineMetrics:
         for tier, num_tokens in stats.kv_loaded_tokens.items():
             new = num_tokens - self._stats.kv_loaded_tokens.get(tier, 0)
             self._get("paceline_engine_kv_loaded_tokens", tier=tier).inc(max(0, new))
+        for outcome, count in stats.handoffs.items():
+            side, _, what = outcome.partition(" ")
+            new = count - self._stats.handoffs.get(outcome, 0)
+            self._get("paceline_engine_kv_handoffs", side=side, outcome=what).inc(max(0, new))
+        for side, count in stats.kv_leases.items():
+            self._get("paceline_engine_kv_leases", side=side).set(count)
         self._count_positions(stats)
         used = stats.num_blocks - stats.num_free_blocks
         self._get("vllm:kv_cache_usage_perc").set(used / stats.num_blocks if stats.num_blocks else 0.0)

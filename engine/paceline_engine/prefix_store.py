@@ -120,6 +120,21 @@ class PrefixStore:
         self._patient_until = 0.0
         self._tell: Callable[[], None] = _tell_nobody
 
+    @property
+    def copier(self) -> CopiesChunks:
+        """What copies chunks from and to the device."""
+        return self._copier
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self._chunk_tokens
+
+    @property
+    def namespace(self) -> bytes:
+        """Digest of what its chunks are the state of."""
+        return self._namespace
+
     def on_news(self, tell: Callable[[], None]) -> None:
         """Have `tell` called, in any thread, when `find` or `poll` may have another answer."""
         self._tell = tell

@@ -152,6 +152,7 @@ def _node(settings: NodeSettings, *, is_first: bool) -> Level:
         name=NODE,
         is_indexed=False,
         is_durable=True,
+        is_shared=True,
         needs_second_offer=not is_first,
         prior=NODE_PRIOR,
     )
@@ -169,6 +170,7 @@ def _s3(settings: S3Settings, seal: Callable[[Tier], Tier], *, is_first: bool) -
         name=S3,
         is_indexed=False,
         is_durable=True,
+        is_shared=True,
         needs_second_offer=not is_first,
         readers=settings.read_workers,
         prior=S3_PRIOR,

@@ -37,7 +37,8 @@ class Request:
     the caller's clock. may_load: what the KV store has of it isn't known yet; load_until: how long it waits for that,
     once it does. loaded_tokens: what was loaded for it, by tier, from load_start on, as far as it is among the
     num_cached_tokens that it found when it was first admitted. num_offered_chunks: what the store was offered or has.
-    embeds: ends with an embedding when its prompt is computed, without output tokens.
+    embeds: ends with an embedding when its prompt is computed, without output tokens. lends: another engine goes on
+    with it once it has ended.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     wants_prompt_logprobs: bool = False
     embeds: bool = False
+    lends: bool = False
 
     @classmethod
     def from_message(
@@ -114,6 +116,7 @@ class Request:
             e2e_deadline=None if message.e2e_s is None else now + message.e2e_s,
             wants_prompt_logprobs=sampling.prompt_logprobs is not None,
             embeds=message.embed,
+            lends=message.lends,
         )
 
     @property

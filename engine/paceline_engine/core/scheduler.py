@@ -458,6 +458,8 @@ class Scheduler:
         if reason is None and is_first and request.ttft_deadline is not None and now > request.ttft_deadline:
             reason, error = "deadline", missed_text(request, "ttft")
             self.num_deadline_misses += 1
+        if reason == "length" and request.lends and self.kv.stored is not None:
+            self.kv.stored.lend(request, now)
         if reason is not None:
             self._live.leave(request)
         guesses = item.token_ids[len(item.token_ids) - num_guesses :]

@@ -103,3 +103,16 @@ class StoredKV(Protocol):
     def clear(self) -> None:
         """Bring back nothing that was offered or stored until now."""
         ...
+
+
+class LendsKV(Protocol):
+    """Lends a prompt's chunks to another engine. No call waits for a disk or network."""
+
+    def lend(
+        self, request_id: str, chain: Sequence[bytes], block_ids: Sequence[int], seconds: float, tenant: str
+    ) -> bool:
+        """Lend the chunks of the chain in these blocks, which may be reused as soon as this returns.
+
+        seconds: what that may take. tenant: whose KV it is. False if nothing will be lent.
+        """
+        ...

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from paceline_engine.core.block_pool import BlockPool, BlockPoolError
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.request import Request
-from paceline_engine.core.stored_kv import ChunkLoad, StoredKV, Wanted
+from paceline_engine.core.stored_kv import ChunkLoad, LendsKV, StoredKV, Wanted
 from paceline_engine.records import Struct
 
 # Loads beside the first one hold at most this share of the pool together.
@@ -66,6 +66,7 @@ class StoredPrefixes:
     """Loads and offers of one pool and its prefix cache. num_loaded_tokens: that came, by the tier they came from.
 
     chunk_blocks: blocks of a chunk. num_dropped_offers: chunks that gave way to newer ones while the store had no room.
+    lender: takes the prompts that other engines go on with, if there are such.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StoredPrefixes:
         max_wait_s: float = MAX_WAIT_SECONDS,
     ) -> None:
         self.store = store
+        self.lender: LendsKV | None = None
         self.max_wait_s = max_wait_s
         self.num_loaded_tokens: dict[str, int] = {}
         self.num_dropped_offers = 0
@@ -298,6 +300,15 @@ class StoredPrefixes:
         end = request.num_published_blocks // self.chunk_blocks
         self._offer(request, request.num_offered_chunks, end)
         request.num_offered_chunks = max(request.num_offered_chunks, end)
+
+    def lend(self, request: Request, now: float) -> None:
+        """The request ends here and another engine goes on with it: lend the whole chunks that it has."""
+        size = self.chunk_blocks
+        num_blocks = request.num_published_blocks // size * size
+        if self.lender is not None:
+            chain = request.block_hashes[size - 1 : num_blocks : size]
+            seconds = math.inf if request.e2e_deadline is None else max(0.0, request.e2e_deadline - now)
+            self.lender.lend(request.request_id, chain, request.block_ids[:num_blocks], seconds, request.tenant)
 
     def offer_all(self) -> None:
         """Hand over every chunk that waits, as far as the store takes them: the engine ends."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from paceline_engine.messages import TokenLogprobs
+from paceline_engine.messages import Handoff, TokenLogprobs
 from paceline_engine.server.errors import ApiError
 from paceline_engine.server.generation import Counts, Delta, Prompt, TokenKind
+from paceline_engine.server.kv_transfer import transfer_params
 from paceline_engine.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from paceline_engine.tokenizer import Tokenizer
 from paceline_engine.tools.events import CallArguments, CallBegin, Content, Event, ToolParser
@@ -84,6 +85,7 @@ class Choice:
     started: bool = False
     finish_reason: str | None = None
     incomplete: bool | None = None
+    handoff: Handoff | None = None
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """What a chat stream's chunks say of this delta: parts of a message."""
@@ -92,6 +94,7 @@ class Choice:
         self.kinds += delta.kinds
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.incomplete = delta.incomplete
+        self.handoff = delta.handoff
         events: list[Event] = [Content(delta.text)] if self.parser is None else self.parser.push(delta.text)
         if self.parser is not None and delta.finish_reason is not None:
             events += self.parser.finish()
@@ -169,7 +172,7 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """A non-streamed answer, once all deltas are taken."""
         made: list[dict[str, Any]] = []
-        top: dict[str, Any] = {}
+        top: dict[str, Any] = transfer_params(choice.handoff for choice in self.choices)
         for index, choice in enumerate(self.choices):
             body: dict[str, Any] = {"text": choice.text}
             if self.chat:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from paceline_engine.core_client import Arrival, CoreError, QueueFull, RequestStream
 from paceline_engine.detokenizer import OutputText
-from paceline_engine.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprobs
+from paceline_engine.messages import AddRequest, Handoff, RequestOutput, SamplingParams, TokenLogprobs
 from paceline_engine.server.constraints import Compiled
 from paceline_engine.server.engine import Engine
 from paceline_engine.server.errors import (
@@ -33,7 +33,8 @@ class Prompt:
     request_id: of the HTTP request. number: of the prompt in it; the choices of one prompt share it. echo: the prompt's
     text is part of the answer. prompt_only: nothing is generated, one token is thrown away. hidden: ids without text;
     None hides the special tokens. embed: an embedding is wanted, and nothing is generated. streamed: deltas are wanted
-    as they come; else the whole is.
+    as they come; else the whole is. lends: another engine goes on after the first token. handoff: KV of the prompt that
+    another engine lends.
     """
 
     token_ids: list[int]
@@ -56,6 +57,8 @@ class Prompt:
     with_kinds: bool = False
     traffic_class: str = ""
     embed: bool = False
+    lends: bool = False
+    handoff: Handoff | None = None
     streamed: bool = True
 
     @property
@@ -106,7 +109,7 @@ class Delta:
     """What became certain: text, one entry of logprobs for each new token, and at the end why ("stop" or "length").
 
     prompt_logprobs: one entry a prompt token, with the first delta. incomplete: the answer was cut before its
-    constraint was fulfilled; None where there is none.
+    constraint was fulfilled; None where there is none. handoff: at the end, what is lent.
     """
 
     index: int
@@ -117,6 +120,7 @@ class Delta:
     kinds: tuple[TokenKind, ...] = ()
     finish_reason: str | None = None
     incomplete: bool | None = None
+    handoff: Handoff | None = None
 
 
 @dataclass(slots=True)
@@ -184,6 +188,8 @@ def submit(engine: Engine, prompt: Prompt) -> RequestStream:
         traffic_class=prompt.traffic_class,
         embed=prompt.embed,
         bundled=prompt.may_be_bundled,
+        lends=prompt.lends,
+        handoff=prompt.handoff,
     )
     try:
         constraint = None if prompt.constraint is None else prompt.constraint.constraint
@@ -204,9 +210,11 @@ def _advance(engine: Engine, run: _Run, index: int, arrivals: list[Arrival]) -> 
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     ended: str | None = None
+    handoff: Handoff | None = None
     for arrival in arrivals:
         text += _take(engine, run, arrival, logprobs)
         prompt_logprobs = prompt_logprobs or arrival.output.prompt_logprobs
+        handoff = arrival.output.handoff
         ended = "stop" if run.output.stopped else arrival.output.finish_reason
         if ended is not None:
             run.reason = ended
@@ -227,6 +235,7 @@ def _advance(engine: Engine, run: _Run, index: int, arrivals: list[Arrival]) -> 
         kinds=tuple(run.kinds),
         finish_reason=ended,
         incomplete=None if ended is None else _is_incomplete(run),
+        handoff=handoff if ended == "length" else None,
     )
 
 

@@ -202,6 +202,15 @@ def _prompt(
     **more: Any,
 ) -> Prompt:
     """What the choices of one prompt share; the router's headers win over the body."""
+    transfer = request.kv_transfer_params
+    lends = transfer is not None and transfer.do_remote_decode
+    if lends and not engine.serving.ready.lends:
+        raise invalid(
+            "kv_transfer_params.do_remote_decode: this engine has no tier that other engines reach: give it a node "
+            "server or S3 with --kv-store-config, or leave this out",
+            "kv_transfer_params.do_remote_decode",
+            "unsupported_parameter",
+        )
     ttft = request.ttft_deadline_ms
     return Prompt(
         token_ids=ids,
@@ -219,6 +228,8 @@ def _prompt(
         with_kinds=request.return_token_kinds,
         traffic_class=request.traffic_class,
         streamed=request.stream,
+        lends=lends,
+        handoff=None if transfer is None else transfer.handoff,
         adapter=None if request.model == engine.model_name else request.model,
         **more,
     )

@@ -28,9 +28,14 @@ def choices(
     params = sampling_params(serving, request, max_tokens)
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         params = structs.replace(params, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0))
+    if prompt.lends:
+        params = structs.replace(params, max_tokens=1, min_tokens=min(1, params.min_tokens))
     seed = request.seed if request.seed is not None else draw_seed()
     for child in range(request.n):
-        yield replace(prompt, sampling=structs.replace(params, seed=child_seed(seed, child)), hidden=hidden)
+        # One lease is for one load; the other choices find what the first has loaded.
+        handoff = prompt.handoff if child == 0 else None
+        sampling = structs.replace(params, seed=child_seed(seed, child))
+        yield replace(prompt, sampling=sampling, hidden=hidden, handoff=handoff)
 
 
 def child_seed(seed: int, child: int) -> int:

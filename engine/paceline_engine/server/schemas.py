@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline_engine.server.constraints import GuidedFields
 from paceline_engine.server.errors import invalid
+from paceline_engine.server.kv_transfer import KVTransferParams, check_alone
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -50,7 +51,8 @@ class GenerationRequest(GuidedFields):
     """What chat and completions share. priority: lower runs first; *_deadline_ms: milliseconds from arrival.
 
     return_token_kinds: say of each token how speculation came by it. traffic_class: what lengths of guesses adapt by,
-    and what --speculative-traffic-class switches.
+    and what --speculative-traffic-class switches. kv_transfer_params: whether another engine goes on with the request,
+    or has begun it.
     """
 
     model: str
@@ -83,7 +85,13 @@ class GenerationRequest(GuidedFields):
     ttft_deadline_ms: Count | None = None
     return_token_kinds: bool = False
     traffic_class: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
+    kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the request."""
+        return 1
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -108,6 +116,11 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     logprobs: Alternatives | None = None
     add_special_tokens: bool = True
+
+    @property
+    def num_prompts(self) -> int:
+        """As many as are given."""
+        return len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -200,6 +213,7 @@ def _check_together(request: GenerationRequest) -> None:
     """What no field can see alone."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true: leave it out or stream", "stream_options")
+    check_alone(request.kv_transfer_params, stream=request.stream, n=request.n, num_prompts=request.num_prompts)
     if request.prompt_logprobs is not None and request.stream:
         raise invalid("prompt_logprobs can't be streamed: leave it out or set stream=false", "prompt_logprobs")
     wrong = next((key for key in request.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 20)), None)

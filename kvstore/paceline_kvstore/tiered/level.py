@@ -54,15 +54,17 @@ class LevelOptions:
     """How a store uses a tier. Sizes in bytes.
 
     is_immediate: reads cost no I/O, so that the caller makes them itself. is_indexed: `contains` answers from this
-    process's memory; else the tier must be asked in the background. is_durable: chunks outlive the process.
-    needs_second_offer: see `SecondOffer`. quotas: bytes by tenant, default_quota: for the others. prior: what reads are
-    taken to cost at first. ttl_s: longest life, for a tier that tells of changes and has no bound of its own.
+    process's memory; else the tier must be asked in the background. is_durable: chunks outlive the process. is_shared:
+    other engines reach them. needs_second_offer: see `SecondOffer`. quotas: bytes by tenant, default_quota: for the
+    others. prior: what reads are taken to cost at first. ttl_s: longest life, for a tier that tells of changes and has
+    no bound of its own.
     """
 
     name: str
     is_immediate: bool = False
     is_indexed: bool = True
     is_durable: bool = False
+    is_shared: bool = False
     needs_second_offer: bool = False
     readers: int = 4
     writers: int = 2

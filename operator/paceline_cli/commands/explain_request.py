@@ -1,6 +1,7 @@
-"""`paceline explain request [ID]`: what a waiting request waits for, and how much of it is missing.
+"""`paceline explain request [ID]`: what a waiting request waits for, how much of it is missing, and its hand-offs.
 
-The engine's admin port knows: it answers for the scheduler's last step. Standard library only.
+The engine's admin port knows: it answers for the scheduler's last step, and for the latest hand-offs.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ def run(request_id: str, options: Options) -> int:
     answer = get(options.engine, "/admin/explain", token_file=options.token_file, timeout=TIMEOUT_SECONDS)
     waiting = [entry for entry in answer["waiting"] if _is(entry["request_id"], request_id)]
     running = [name for name in answer["running"] if _is(name, request_id)]
-    if request_id and not waiting and not running:
+    handoffs = [entry for entry in answer["handoffs"] if _is(entry["request_id"], request_id)] if request_id else []
+    if request_id and not waiting and not running and not handoffs:
         raise CliError(f"the engine at {options.engine} has no request {request_id!r}: it has ended, or never came")
     if options.as_json:
         stored = {name: text for name, text in answer.get("stored", {}).items() if _is(name, request_id)}
-        sys.stdout.write(json.dumps({"running": running, "waiting": waiting, "stored": stored}) + "\n")
+        about = {"running": running, "waiting": waiting, "stored": stored, "handoffs": handoffs}
+        sys.stdout.write(json.dumps(about) + "\n")
         return EXIT_DONE
     stored = {name: f"  stored KV: {text}" for name, text in answer.get("stored", {}).items()}
-    sys.stdout.write("".join(f"{line}\n" for line in _lines(running, waiting, len(answer["waiting"]), stored)))
+    lines = _lines(running, waiting, len(answer["waiting"]), stored)
+    lines += [f"{entry['request_id']}: hand-off ({entry['side']}): {entry['message']}" for entry in handoffs]
+    sys.stdout.write("".join(f"{line}\n" for line in lines or ["no request runs or waits"]))
     return EXIT_DONE
 
 
@@ -69,4 +74,4 @@ def _lines(running: list[str], waiting: list[dict[str, Any]], num_waiting: int, 
             f"  {entry['num_tokens']} tokens, priority {entry['priority']}, preempted {entry['num_preemptions']} times",
             *((line,) if (line := stored.get(entry["request_id"])) else ()),
         ]
-    return lines or ["no request runs or waits"]
+    return lines

@@ -23,11 +23,19 @@ def waiting(request_id: str, position: int) -> dict[str, Any]:
 
 
 STORED = "of 600 tokens 512 in disk; 512 are loaded: the first token comes in 0.1 s, else in 2 s"
+HANDED_OFF = {
+    "request_id": "gone/3d",
+    "side": "decode",
+    "outcome": "expired",
+    "message": "computed: expired",
+    "at": 1.0,
+}
 ANSWER = {
     "num_running": 1,
     "stored": {"mine/1b": STORED, "busy/0a": STORED},
     "running": ["busy/0a"],
     "waiting": [waiting("mine/1b", 0), waiting("a/b/2c", 1)],
+    "handoffs": [HANDED_OFF],
 }
 
 
@@ -76,5 +84,10 @@ def test_one_that_runs_and_one_that_is_not_there(capsys: pytest.CaptureFixture[s
 def test_without_an_id_all_are_told_and_json_is_the_engines_own(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "")
     assert all(name in text for name in ("busy/0a: running", "mine/1b: waiting", "a/b/2c: waiting"))
-    mine = {"running": [], "waiting": [ANSWER["waiting"][0]], "stored": {"mine/1b": STORED}}
+    mine = {"running": [], "waiting": [ANSWER["waiting"][0]], "stored": {"mine/1b": STORED}, "handoffs": []}
     assert json.loads(run(capsys, "mine", as_json=True)) == mine
+
+
+def test_one_that_has_ended_is_still_known_by_its_hand_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "gone") == "gone/3d: hand-off (decode): computed: expired\n"
+    assert json.loads(run(capsys, "gone", as_json=True))["handoffs"] == [HANDED_OFF]

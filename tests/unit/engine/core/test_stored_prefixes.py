@@ -115,6 +115,36 @@ def test_a_stored_prefix_is_loaded_while_others_run_and_not_computed():
     assert scheduler.kv.pool.num_free_blocks == 64
 
 
+class Lender:
+    """Notes what is lent."""
+
+    def __init__(self) -> None:
+        self.lent: list[tuple[str, list[bytes], list[int], float]] = []
+
+    def lend(
+        self, request_id: str, chain: Sequence[bytes], block_ids: Sequence[int], seconds: float, tenant: str
+    ) -> bool:
+        self.lent.append((request_id, list(chain), list(block_ids), seconds))
+        return True
+
+
+def test_a_prompt_that_another_engine_goes_on_with_is_lent_while_its_blocks_are_held():
+    scheduler, lender = make_with(Store()), Lender()
+    assert scheduler.kv.stored is not None
+    scheduler.kv.stored.lender = lender
+    add(scheduler, "stays", LONG, 1)
+    add(scheduler, "goes", LONG, 1, lends=True, e2e_s=9.0)
+    add(scheduler, "ends", [2, *LONG], 1, lends=True)
+    held: list[int] = []
+    while scheduler.has_work:
+        plan, _ = step(
+            scheduler, lambda item: StepResult(item.request_id, (99 if item.request_id == "ends" else 1,)), 2.0
+        )
+        held += [block_id for item in plan.scheduled if item.request_id == "goes" for block_id in item.new_block_ids]
+    ((name, chain, block_ids, seconds),) = lender.lent
+    assert (name, chain, block_ids, seconds) == ("goes", chunk_keys(LONG), held[:4], 7.0)
+
+
 def test_a_miss_is_computed_in_the_same_step():
     store = Store(LONG)
     scheduler = make_with(store)

@@ -238,7 +238,7 @@ def test_commands_load_and_unload_on_the_running_core(adapters, tmp_path):
     core = build_core(EngineConfig(model_dir=str(model), kv_cache_bytes=4 << 20, block_size=4))
     log = StepLog(core.scheduler)
     log.begin()
-    commands = Commands(core.scheduler, core.backend, log)
+    commands = Commands(core.scheduler, core.backend, log, core.handoffs)
 
     def run(name: str, /, **arguments: str) -> CommandResult:
         return commands.run(Command(command_id="1", name=name, arguments=arguments), 0.0)[0]

@@ -43,7 +43,7 @@ def test_a_sleeping_core_forgets_its_kv_and_serves_again(tiny, prompts_for):
     assert isinstance(backend, CpuBackend)
     log = StepLog(scheduler)
     log.begin()
-    commands = Commands(scheduler, backend, log)
+    commands = Commands(scheduler, backend, log, core.handoffs)
     (prompt,) = prompts_for(1, tiny.config.vocab_size, seed=3, longest=60)
 
     def serve(name: str) -> list[int]:

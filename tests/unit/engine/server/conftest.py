@@ -178,12 +178,17 @@ def model_of(folder: Path) -> LoadedModel:
 def new_server(tmp_path: Path) -> Callable[..., Server]:
     """Make a server from a script: request -> outputs."""
 
-    def make(script: Callable[[AddRequest], Sequence[RequestOutput]], **more: Any) -> Server:
+    def make(script: Callable[[AddRequest], Sequence[RequestOutput]], *, lends: bool = False, **more: Any) -> Server:
         core, compiler = FakeCore(script), FakeCompiler()
         metrics = EngineMetrics(CollectorRegistry(), "m")
         engine = Engine(model_name="m", metrics=metrics, progress_timeout=10.0, clock=core.clock, config_hash="c")
         ready = CoreReady(
-            num_blocks=8, block_size=16, max_model_len=MAX_MODEL_LEN, namespace_digest="n", load_seconds=0.0
+            num_blocks=8,
+            block_size=16,
+            max_model_len=MAX_MODEL_LEN,
+            namespace_digest="n",
+            load_seconds=0.0,
+            lends=lends,
         )
         fields: dict[str, Any] = {"tool_format": "hermes"} | more
         serving: Any = Serving

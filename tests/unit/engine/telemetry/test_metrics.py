@@ -62,6 +62,17 @@ def test_an_engine_without_a_gpu_has_no_gpu_series() -> None:
     assert set(endpoint.scrape()) == {metric.name for metric in ENGINE + ENGINE_COMPAT}
 
 
+def test_hand_offs_are_counted_by_outcome_and_open_leases_by_side() -> None:
+    endpoint = Endpoint(())
+    for count in (2, 5):
+        endpoint.metrics.on_stats(CoreStats(handoffs={"decode lease": count}, kv_leases={"decode": count}))
+    families = endpoint.scrape()
+    (counted,) = [s for s in families["paceline_engine_kv_handoffs"].samples if s.name.endswith("_total")]
+    (open_leases,) = families["paceline_engine_kv_leases"].samples
+    assert (counted.labels["side"], counted.labels["outcome"], counted.value) == ("decode", "lease", 5.0)
+    assert (open_leases.labels["side"], open_leases.value) == ("decode", 5.0)
+
+
 @pytest.mark.native
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler here")
 @pytest.mark.usefixtures("eager")
