@@ -30,6 +30,7 @@ _CORE = EngineConfig(model_dir="")
 # Defaults that typer parses like input, so that --help shows them as users write them.
 _MEMORY = cast("int", "256Mi")
 _CACHE = cast("int", "100Gi")
+_OFF = cast("float", "0s")
 _LEASE = cast("float", "60s")
 _DRAIN = cast("float", "120s")
 _PROGRESS = cast("float", "10s")
@@ -106,6 +107,7 @@ def serve(
     kv_store_config: opt.KVStoreConfig = None,
     kv_store_disk: opt.KVStoreDisk = None,
     kv_store_disk_capacity: opt.KVStoreDiskCapacity = None,
+    kv_store_warm_up: opt.KVWarmUp = _OFF,
     kv_handoff_lease: opt.KVHandoffLease = _LEASE,
     max_loras: opt.MaxLoras = _CORE.max_loras,
     max_lora_rank: opt.MaxLoraRank = _CORE.max_lora_rank,
@@ -150,7 +152,7 @@ def _serve_options(given: dict[str, Any]) -> Any:
     core["kv_store"] = kv_store_document(
         given["kv_store_config"], given["kv_store_disk"], given["kv_store_disk_capacity"]
     )
-    core["kv_handoff_lease_s"] = given["kv_handoff_lease"]
+    core |= {"kv_warm_up_s": given["kv_store_warm_up"], "kv_handoff_lease_s": given["kv_handoff_lease"]}
     mine["served_model_name"] = given["served_model_name"] or default_name(given["model"])
     mine["cache_dir"] = given["cache_dir"] or default_cache_dir()
     core["native_dir"] = str(mine["cache_dir"])

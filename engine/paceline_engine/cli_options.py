@@ -204,6 +204,12 @@ KVStoreDiskCapacity = Annotated[
         parser=_SIZE, metavar="SIZE", help="Most bytes that the files of --kv-store-disk may take. Default: 8Gi."
     ),
 ]
+KVWarmUp = Annotated[
+    float,
+    typer.Option(
+        parser=_DURATION, metavar="DURATION", help="Load the most valuable stored KV before ready, for so long; 0: not."
+    ),
+]
 KVHandoffLease = Annotated[
     float,
     typer.Option(

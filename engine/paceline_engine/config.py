@@ -51,8 +51,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     pool of each device; None is what gpu_memory_utilization, a share of a GPU's memory, leaves beside weights and
     activations, and KV_CACHE_BYTES elsewhere. enforce_eager: no CUDA graphs. kv_store_bytes: memory for preempted
     sequences' KV; 0 recomputes it, as the simulated device, which holds no KV, always does. kv_store: settings, as
-    JSON, of the store where prefixes' KV outlives the device, "" for none. kv_handoff_lease_s: seconds
-    that KV is lent to the engine that goes on with a prompt. max_num_waiting: queued requests.
+    JSON, of the store where prefixes' KV outlives the device, "" for none. kv_warm_up_s: seconds that loading what is
+    most valuable of it may take before the engine is ready; 0 loads nothing. kv_handoff_lease_s: seconds that KV is
+    lent to the engine that goes on with a prompt. max_num_waiting: queued requests.
     enable_prefix_caching: share KV of equal prefixes; prefix_index: how it is looked up. batching: when a place is
     refilled; batch_wait_ms: how long a dynamic batch may take to fill. scheduling_policy: what requests are ordered by.
     max_preemptions: how often one may lose its blocks; 0 reserves the longest length of each.
@@ -84,6 +85,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     kv_store_bytes: int = 256 * MIB
     kv_store: str = ""
+    kv_warm_up_s: float = 0.0
     kv_handoff_lease_s: float = 60.0
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
@@ -137,6 +139,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"kv_handoff_lease_s must be above 0 and at most {MAX_LEASE_SECONDS:g}, not {self.kv_handoff_lease_s:g}"
             )
+        if self.kv_warm_up_s < 0.0:
+            raise ValueError(f"kv_warm_up_s must not be negative, not {self.kv_warm_up_s:g}")
+        if self.kv_warm_up_s and (not self.kv_store or self.prefix_index != "hash"):
+            raise ValueError("kv_warm_up_s needs a KV store and prefix_index hash: tokens of stored KV aren't known")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2 tokens, not {self.max_model_len}")
         if self.speculative_num_tokens is not None and not 1 <= self.speculative_num_tokens <= MAX_GUESSES:

@@ -78,7 +78,7 @@ class CoreLoop:
         post: Callable[[ToCore], None] = lambda _: None,
     ) -> None:
         self._post = post
-        self._prefixes = core.prefixes
+        self._prefixes, self._warm_up = core.prefixes, core.warm_up
         self._count_store_at = 0.0
         self._handoffs = core.handoffs
         core.handoffs.on_news(lambda: post(StoreNews()))
@@ -114,6 +114,8 @@ class CoreLoop:
         self._steps.close()
         if self._scheduler.kv.stored is not None:
             self._scheduler.kv.stored.offer_all()
+        if self._warm_up is not None:
+            self._warm_up.save()
 
     def _tell(self, outputs: list[RequestOutput], results: list[CommandResult]) -> None:
         """Send what there is to say; nothing, if that is only how a busy core stands, and was said a moment ago."""
@@ -258,6 +260,8 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
         if not monitor.poll(CONNECT_TIMEOUT_MS):
             raise ValueError("the API process can't be reached; start the engine again")
         inbox.disable_monitor()
+        if core.warm_up is not None:
+            core.warm_up.run(core.scheduler.kv)
         send(_ready(core, time.monotonic() - begin))
         CoreLoop(core, receive, send, post=_poster(context)).run()
     except Exception as error:

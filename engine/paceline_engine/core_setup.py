@@ -25,6 +25,7 @@ from paceline_engine.handoffs import Handoffs, open_handoffs
 from paceline_engine.kv_borrower import BorrowedPrefixes
 from paceline_engine.models.loader import LoadedModel, load_model_dir
 from paceline_engine.prefix_store import PrefixStore
+from paceline_engine.prefix_warm_up import WarmUp
 from paceline_engine.sizing import SetupError, size_blocks
 from paceline_kvstore.config import BadSettings, parse_settings
 from paceline_kvstore.encoding import Element
@@ -40,7 +41,8 @@ ELEMENTS = {"float32": Element.FLOAT32, "bfloat16": Element.BFLOAT16}
 class Core:
     """A backend and the scheduler that feeds it. overlapped: plan the next step while the device makes the last.
 
-    prefixes: where KV of prefixes is stored, to be closed in the end; handoffs as well, before it.
+    prefixes: where KV of prefixes is stored, to be closed in the end; handoffs as well, before it. warm_up: what is
+    brought back first, if anything.
     """
 
     scheduler: Scheduler
@@ -50,6 +52,7 @@ class Core:
     overlapped: bool = False
     prefixes: PrefixStore | None = None
     handoffs: Handoffs = field(default_factory=open_handoffs)
+    warm_up: WarmUp | None = None
 
 
 def identity(config: EngineConfig, loaded: LoadedModel) -> str:
@@ -135,6 +138,7 @@ def build_core(config: EngineConfig) -> Core:
     prefixes = open_prefixes(config, backend, digest)
     handoffs = open_handoffs()
     stored: StoredPrefixes | None = None
+    warm_up: WarmUp | None = None
     if prefixes is not None and cache is not None:
         handoffs = open_handoffs(
             prefixes.store, prefixes.copier, prefixes.namespace, prefixes.chunk_tokens, config.kv_handoff_lease_s
@@ -143,6 +147,10 @@ def build_core(config: EngineConfig) -> Core:
         found = RecordingPrefixes(BorrowedPrefixes(prefixes, handoffs.borrower))
         stored = StoredPrefixes(pool, cache, config.block_size, found, chunk_blocks)
         stored.lender = handoffs.lender
+        if config.kv_warm_up_s:
+            if prefixes.namespace.hex() != digest:
+                raise SetupError("kv-store-warm-up: int8 and fp8 change what they keep: use encoding none or zstd")
+            warm_up = WarmUp(prefixes, stored, config.kv_warm_up_s)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -168,4 +176,5 @@ def build_core(config: EngineConfig) -> Core:
         overlapped=config.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
         prefixes=prefixes,
         handoffs=handoffs,
+        warm_up=warm_up,
     )

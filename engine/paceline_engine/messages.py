@@ -235,7 +235,8 @@ class KVEvent(Struct, frozen=True, kw_only=True):
     """A change of what the prefix cache can find. Sequence numbers of one core are 0, 1, 2, ... without a gap.
 
     "stored": block_hashes are new, the first one's parent is parent_hash (None: a root), token_ids are all their
-    tokens. "removed": block_hashes can't be found any more. "cleared": nothing can.
+    tokens, or none where only hashes are known (warm-up). "removed": block_hashes can't be found any more. "cleared":
+    nothing can.
     """
 
     sequence: int

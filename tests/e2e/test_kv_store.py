@@ -98,3 +98,21 @@ def test_a_prompt_comes_back_from_s3_and_without_s3_everything_goes_on(tmp_path:
     texts = [answer["choices"][0]["text"] for answer in (computed, loaded, answers[1].json())]
     assert texts == [texts[0]] * 3
     assert answers[0].json()["choices"] == answers[2].json()["choices"]
+
+
+def test_a_restarted_engine_has_the_prompt_on_its_device_before_it_is_ready(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--max-model-len", "1024", "--kv-store-disk", str(tmp_path / "kv"))
+    options += ("--kv-store-disk-capacity", "512Mi", "--kv-store-warm-up", "60s")
+    with engine_process(tmp_path, *options) as first:
+        computed = first.post(PROMPT).json()
+        stop(first)
+    with engine_process(tmp_path, *options) as second:
+        found = second.post(PROMPT).json()
+        other_tenant = second.post(PROMPT | {"cache_salt": "another"}).json()
+        log = second.log.read_text()
+        stop(second)
+    # All of it was there, so nothing was loaded for the request.
+    assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": 512}
+    assert other_tenant["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert found["choices"][0]["text"] == other_tenant["choices"][0]["text"] == computed["choices"][0]["text"]
+    assert "warm-up: 512 tokens of stored KV" in log

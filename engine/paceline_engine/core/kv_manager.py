@@ -194,6 +194,8 @@ class KVManager:
 
     def finish(self, request: Request) -> None:
         """Give back everything the request holds, here and in the store."""
+        if self.stored is not None:
+            self.stored.remember(request)
         self.release(request)
         if self.stored is not None:
             self.stored.drop(request)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from paceline_api.identity import block_hash
 from paceline_engine.core.block_pool import BlockPool, BlockPoolError
+from paceline_engine.core.outputs import UNKNOWN
 from paceline_engine.core.radix_index import RadixIndex
 from paceline_engine.core.request import Request
 from paceline_engine.messages import KVEvent
@@ -121,13 +122,14 @@ class PrefixCache:
         if begin == end:
             return
         size, hashes = self._block_size, request.block_hashes
+        token_ids = request.token_ids[begin * size : end * size]
         self._note(
             KVEvent(
                 sequence=0,
                 kind="stored",
                 block_hashes=tuple(hashes[begin:end]),
                 parent_hash=hashes[begin - 1] if begin else None,
-                token_ids=tuple(request.token_ids[begin * size : end * size]),
+                token_ids=tuple(token_ids) if UNKNOWN not in token_ids else (),
             )
         )
 

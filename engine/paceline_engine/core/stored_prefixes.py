@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline_engine.core.block_pool import BlockPool, BlockPoolError
+from paceline_engine.core.hot_prefixes import HotPrefixes
 from paceline_engine.core.prefix_cache import PrefixCache
 from paceline_engine.core.request import Request
 from paceline_engine.core.stored_kv import ChunkLoad, LendsKV, StoredKV, Wanted
@@ -66,7 +67,8 @@ class StoredPrefixes:
     """Loads and offers of one pool and its prefix cache. num_loaded_tokens: that came, by the tier they came from.
 
     chunk_blocks: blocks of a chunk. num_dropped_offers: chunks that gave way to newer ones while the store had no room.
-    lender: takes the prompts that other engines go on with, if there are such.
+    lender: takes the prompts that other engines go on with, if there are such. hot: what is worth having at the next
+    start, if somebody wants to know.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class StoredPrefixes:
     ) -> None:
         self.store = store
         self.lender: LendsKV | None = None
+        self.hot: HotPrefixes | None = None
         self.max_wait_s = max_wait_s
         self.num_loaded_tokens: dict[str, int] = {}
         self.num_dropped_offers = 0
@@ -270,6 +273,11 @@ class StoredPrefixes:
         self._cancel(self.loads[-1])
         return True
 
+    def remember(self, request: Request) -> None:
+        """The request has used what it holds, and ends."""
+        if self.hot is not None and request.may_publish:
+            self.hot.use(request.block_hashes[: request.num_published_blocks], self.chunk_blocks)
+
     def drop(self, request: Request) -> None:
         """The request ended: so does its lookup or load."""
         load = self._loads.pop(request.request_id, None)
@@ -289,11 +297,16 @@ class StoredPrefixes:
         self._offers.clear()
         if stored:
             self.store.clear()
+            if self.hot is not None:
+                self.hot.clear()
 
     def distrust(self, request: Request) -> None:
         """What the request holds may be wrong: it isn't brought back for others."""
         size = self.chunk_blocks
-        self.store.forget(request.block_hashes[size - 1 : len(request.block_ids) : size])
+        keys = request.block_hashes[size - 1 : len(request.block_ids) : size]
+        self.store.forget(keys)
+        if self.hot is not None:
+            self.hot.forget(keys)
 
     def note(self, request: Request) -> None:
         """Have the store offered, soon, the chunks that the request has published since the last time."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from paceline_engine.backends.simulated import SimulatedBackend
 from paceline_engine.config import EngineConfig
+from paceline_engine.core.block_pool import BlockPool
+from paceline_engine.core.prefix_cache import PrefixCache
+from paceline_engine.core.stored_prefixes import StoredPrefixes
 from paceline_engine.core_setup import open_prefixes
+from paceline_engine.prefix_warm_up import WarmUp
 from paceline_engine.sizing import SetupError
 from paceline_kvstore.keys import ChunkKey
 
@@ -107,6 +112,30 @@ def test_wrong_settings_are_one_line_that_names_the_field(document: str, says: s
     with pytest.raises(SetupError, match=rf"^{says}") as error:
         open_prefixes(EngineConfig(**CONFIG, kv_store=document), device(Copier()), NAMESPACE)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv_warm_up_s": -1.0}, "kv_warm_up_s must not be negative"),
+        ({"kv_warm_up_s": 1.0}, "kv_warm_up_s needs a KV store and prefix_index hash"),
+        ({"kv_warm_up_s": 1.0, "kv_store": "{}", "prefix_index": "radix"}, "prefix_index hash"),
+        ({"kv_handoff_lease_s": 0.0}, "kv_handoff_lease_s must be above 0 and at most 600, not 0"),
+        ({"kv_handoff_lease_s": 601.0}, "kv_handoff_lease_s must be above 0 and at most 600, not 601"),
+    ],
+)
+def test_a_warm_up_or_lease_that_can_not_be_is_refused_by_name(options: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**CONFIG, **options)
+
+
+def test_a_warm_up_needs_a_tier_that_outlives_the_engine(tmp_path: Path):
+    config = EngineConfig(**CONFIG, kv_store=json.dumps({"memory": {"capacity": "64Mi"}}))
+    prefixes = open_prefixes(config, device(Copier()), NAMESPACE)
+    assert prefixes is not None
+    with pytest.raises(SetupError, match=r"^kv-store-warm-up: no tier of the KV store outlives the engine"):
+        WarmUp(prefixes, StoredPrefixes(BlockPool(1), PrefixCache(BlockPool(1), 16), 16, prefixes, 16), 1.0)
+    prefixes.close()
 
 
 def test_a_device_whose_kv_can_not_be_copied_has_none(tmp_path: Path):
