@@ -56,6 +56,7 @@ STORE_COUNT_SECONDS = 1.0
 # Of steps without outputs: statistics are so old at most.
 QUIET_SECONDS = 0.1
 MAX_MESSAGES_PER_STEP = 4096
+HAND_OVER_SECONDS = 5.0
 INTERNAL_ADDRESS = "inproc://inbox"
 CONFIG_VARIABLE = "PACELINE_CORE_CONFIG"
 CONNECT_TIMEOUT_MS = 30_000
@@ -157,6 +158,9 @@ class CoreLoop:
     def _handle(self, message: ToCore, outputs: list[RequestOutput], results: list[CommandResult]) -> None:
         answer: RequestOutput | None = None
         match message:
+            case Command(name="flush"):
+                outputs += self._steps.settle()
+                self._flush(message.command_id, float(message.arguments.get("seconds", "0")))
             case Command():
                 outputs += self._steps.settle()
                 result, ended = self._commands.run(message, self._clock())
@@ -192,6 +196,24 @@ class CoreLoop:
             return None
         self._count_store_at = now + STORE_COUNT_SECONDS
         return snapshot(self._prefixes.store).to_dict()
+
+    def _flush(self, command_id: str, seconds: float) -> None:
+        """Have the store write what it hasn't, in a thread, and answer whether it has. It takes nothing any more."""
+        prefixes, stored = self._prefixes, self._scheduler.kv.stored
+        if prefixes is None or stored is None:
+            self._post(CommandResult(command_id=command_id, values={"flushed": True}))
+            return
+        # The loop waits for room now, and must be heard of again before it is taken for dead.
+        prefixes.drain(min(seconds, HAND_OVER_SECONDS))
+        stored.offer_all()
+        if self._warm_up is not None:
+            self._warm_up.save()
+
+        def flush() -> None:
+            is_flushed = prefixes.flush(seconds)
+            self._post(CommandResult(command_id=command_id, values={"flushed": is_flushed}))
+
+        threading.Thread(target=flush, name="kv-flush", daemon=True).start()
 
     def _stats(self) -> CoreStats:
         scheduler, kv = self._scheduler, self._scheduler.kv

@@ -91,7 +91,7 @@ class AbortRequest(Struct, frozen=True, kw_only=True, tag="abort"):
     request_id: str
 
 
-CommandName = Literal["reset_prefix_cache", "sleep", "wake", "load_adapter", "unload_adapter", "explain"]
+CommandName = Literal["reset_prefix_cache", "sleep", "wake", "load_adapter", "unload_adapter", "explain", "flush"]
 
 
 class Command(Struct, frozen=True, kw_only=True, tag="command"):

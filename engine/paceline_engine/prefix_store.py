@@ -233,6 +233,13 @@ class PrefixStore:
         """The engine ends: `offer` waits for room now, and `close` for writes, together so long."""
         self._patient_until = time.monotonic() + seconds
 
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was offered is durable, and take no more; False if it isn't in that time."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            is_copied = self._changed.wait_for(lambda: not self._copying, seconds)
+        return self.store.drain(max(0.0, until - time.monotonic())) and is_copied
+
     def close(self) -> bool:
         """End, after `drain` when all that was offered is durable or its time is up; False if some of it is not."""
         for request_id in list(self._loads):

@@ -27,7 +27,8 @@ class EngineLoad(BaseModel):
 
     free_blocks: held by nobody; cached_blocks of them hold KV that a prefix would find. A step of n tokens takes about
     step_alpha_s + step_beta_s * n; these and prefill_tokens_per_s are 0 until measured. epoch: of the KV events; a new
-    one means that the cache began anew. config_hash: of the options that the engine runs with.
+    one means that the cache began anew. config_hash: of the options that the engine runs with. kv_flush: of a drain,
+    whether KV that only memory had is durable: "running" until then, or until that has "failed"; "done"; "" before it.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -51,6 +52,7 @@ class EngineLoad(BaseModel):
     prefill_tokens_per_s: float = 0.0
     epoch: str = ""
     config_hash: str = ""
+    kv_flush: str = ""
 
 
 class DrainRequest(BaseModel):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,27 @@ def test_a_prompt_comes_back_from_s3_and_without_s3_everything_goes_on(tmp_path:
     texts = [answer["choices"][0]["text"] for answer in (computed, loaded, answers[1].json())]
     assert texts == [texts[0]] * 3
     assert answers[0].json()["choices"] == answers[2].json()["choices"]
+
+
+def test_an_engine_that_was_drained_can_be_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Memory has what the disk has not been offered twice; the drain writes that."""
+    settings = tmp_path / "kv.json"
+    tiers = {"memory": {"capacity": "512Mi"}, "disk": {"path": str(tmp_path / "kv"), "capacity": "512Mi"}}
+    settings.write_text(json.dumps(tiers | {"reuse": "always"}))
+    options = ("--device", "cpu", "--max-model-len", "1024", "--kv-store-config", str(settings))
+    with engine_process(tmp_path, *options) as first:
+        computed = first.post(PROMPT).json()
+        assert first.load()["kv_flush"] == ""
+        command = [sys.executable, "-m", "paceline_engine.cli", "drain", "--admin-port", first.admin.rpartition(":")[2]]
+        assert subprocess.run([*command, "--timeout", "60s"], check=False).returncode == 0
+        assert first.load()["kv_flush"] == "done"
+        first.close()
+    with engine_process(tmp_path, *options) as second:
+        found = second.post(PROMPT).json()
+        stop(second)
+    details = found["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 512, "cached_tokens_by_tier": {"device": 0, "disk": 512}}
+    assert found["choices"][0]["text"] == computed["choices"][0]["text"]
 
 
 def test_a_restarted_engine_has_the_prompt_on_its_device_before_it_is_ready(tmp_path: Path) -> None:

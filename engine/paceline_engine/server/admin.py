@@ -130,6 +130,7 @@ def current_load(engine: Engine) -> EngineLoad:
         prefill_tokens_per_s=stats.prefill_tokens_per_second,
         epoch=engine.events.epoch,
         config_hash=engine.config_hash,
+        kv_flush=engine.kv_flush,
     )
 
 

@@ -1,4 +1,4 @@
-"""The client side of a drain: ask a running engine to stop admitting, then wait until nothing runs.
+"""The client side of a drain: ask a running engine to stop admitting, then wait until nothing runs and KV is written.
 
 Standard library only: a preStop hook must start in a moment.
 """
@@ -19,14 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 def drain(host: str, port: int, timeout: float, token: str | None) -> int:
-    """Exit code: 0 nothing runs any more, 1 the engine can't be reached or requests outlast `timeout` seconds."""
+    """Exit code: 0 nothing runs and KV is durable, 1 the engine can't be reached or `timeout` seconds are over."""
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     end = time.monotonic() + timeout
     try:
         in_flight = _call(f"{base}/admin/drain", token, {"deadline_s": timeout})["in_flight"]
-        while in_flight > 0 and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
-            in_flight = _call(f"{base}/v1/load", token)["in_flight"]
+        flush = "running"
+        while (in_flight > 0 or flush == "running") and time.monotonic() < end:
+            load = _call(f"{base}/v1/load", token)
+            in_flight, flush = load["in_flight"], load["kv_flush"]
+            if in_flight > 0 or flush == "running":
+                time.sleep(POLL_SECONDS)
     except urllib.error.HTTPError as error:
         logger.error("the engine at %s refused: %s", base, _reason(error))
         return 1
@@ -36,7 +39,10 @@ def drain(host: str, port: int, timeout: float, token: str | None) -> int:
     if in_flight > 0:
         logger.error("%d requests still run after %g s", in_flight, timeout)
         return 1
-    logger.info("drained: nothing runs")
+    if flush != "done":
+        logger.error("nothing runs, but not all KV is written after %g s: it is computed again", timeout)
+        return 1
+    logger.info("drained: nothing runs, and KV is written")
     return 0
 
 

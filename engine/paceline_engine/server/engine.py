@@ -78,6 +78,8 @@ class Engine:
         self.clock = clock
         self.state = State.LOADING
         self.failure = ""
+        # Of a drain: "running", "done" or "failed"; as `EngineLoad.kv_flush`.
+        self.kv_flush = ""
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -174,6 +176,7 @@ class Engine:
         """Admit nothing from now on."""
         if self.state in (State.LOADING, State.READY):
             self.state = State.DRAINING
+            self.kv_flush = "running"
 
 
 def draw_seed() -> int:

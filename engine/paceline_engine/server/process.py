@@ -20,13 +20,15 @@ from typing import Any
 from msgspec import convert
 from msgspec.structs import replace
 
-from paceline_engine.core_client import CoreClient, CoreProcess
+from paceline_engine.core_client import CoreClient, CoreError, CoreProcess
 from paceline_engine.models.loader import LoadedModel, cached_model_dir, load_model_dir, prepare_model
 from paceline_engine.models.source import ModelSource, resolve
 from paceline_engine.server.options import BadInput, Ports, ServeOptions, bind_ports, read_text, read_token
 from paceline_engine.sizing import size_blocks
 
 CLOSE_TIMEOUT_SECONDS = 3
+# For a tier that doesn't end with its time.
+FLUSH_GRACE_SECONDS = 1.0
 # Longer than clients keep an idle connection (the openai client: 5 s), or one could be closed as a request comes in.
 KEEP_ALIVE_SECONDS = 75
 GPU_DRIVER = Path("/dev/nvidiactl")
@@ -249,7 +251,7 @@ class _App:
         self._drain_task = asyncio.ensure_future(self._finish_draining())
 
     async def _finish_draining(self) -> None:
-        """Wait for what runs, end the rest at the deadline, and leave if that was asked."""
+        """Wait for what runs, end the rest at the deadline, have KV written, and leave if that was asked."""
         engine, cut = self._engine, 0
         try:
             await asyncio.wait_for(engine.idle.wait(), max(0.0, self._drain_end - time.monotonic()))
@@ -260,9 +262,22 @@ class _App:
                 self._client.abort_all()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.idle.wait(), CLOSE_TIMEOUT_SECONDS)
+        await self._flush_kv()
         if self._asked_to_leave:
             logger.info("drained: leaving")
             self._leave(1 if cut else 0)
+
+    async def _flush_kv(self) -> None:
+        """Have what only memory has written to where it outlives this process, in what is left of the drain's time."""
+        seconds, client, is_flushed = max(0.0, self._drain_end - time.monotonic()), self._client, True
+        if client is not None and client.ready.done():
+            try:
+                asked = client.command("flush", seconds=f"{seconds:.3f}")
+                is_flushed = bool((await asyncio.wait_for(asked, seconds + FLUSH_GRACE_SECONDS)).get("flushed"))
+            except (CoreError, TimeoutError) as error:
+                logger.warning("not all KV is written: %s", error or "the time is up")
+                is_flushed = False
+        self._engine.kv_flush = "done" if is_flushed else "failed"
 
     def _leave(self, code: int) -> None:
         if not self._exit_code.done():
