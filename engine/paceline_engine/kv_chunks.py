@@ -44,27 +44,37 @@ class ChunkCopier:
         """The chunk of the first `num_tokens` tokens in these blocks, as new bytes."""
         return self.read_later(block_ids, num_tokens)()
 
-    def read_later(self, block_ids: Sequence[int], num_tokens: int) -> Callable[[], np.ndarray]:
+    def read_later(
+        self, block_ids: Sequence[int], num_tokens: int, target: memoryview | None = None
+    ) -> Callable[[], np.ndarray]:
         """Like `read`, but the blocks may change once this returns; the answer, for any thread, has the bytes.
 
-        On a GPU they leave it on a stream of their own, so that neither the steps nor this call wait for them.
+        target: where they are written, of the chunk's size. On a GPU they leave it on a stream of their own, so that
+        neither the steps nor this call wait for them.
         """
         planes, rows = self._rows(block_ids, 0, num_tokens)
-        parts = [plane.index_select(2, rows) for plane in planes]
-        if self.device.type != "cuda":
-            return lambda: _joined(parts)
+        is_cuda = self.device.type == "cuda"
+        if target is None:
+            content = torch.empty(self.num_bytes(num_tokens), dtype=torch.uint8, pin_memory=is_cuda)
+        else:
+            content = torch.frombuffer(target, dtype=torch.uint8)
+        parts = self._parts(planes, num_tokens, content)
+        if not is_cuda:
+            for plane, part in zip(planes, parts, strict=True):
+                torch.index_select(plane, 2, rows, out=part)
+            return content.numpy
+        chosen = [plane.index_select(2, rows) for plane in planes]
         gathered = torch.cuda.Event()
         gathered.record()
 
         def fetch() -> np.ndarray:
             with torch.cuda.stream(self._stream()) as _:
                 torch.cuda.current_stream().wait_event(gathered)
-                target = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
-                for part, host in zip(parts, target, strict=True):
-                    part.record_stream(torch.cuda.current_stream())
-                    host.copy_(part, non_blocking=True)
+                for source, part in zip(chosen, parts, strict=True):
+                    source.record_stream(torch.cuda.current_stream())
+                    part.copy_(source, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
-            return _joined(target)
+            return content.numpy()
 
         return fetch
 
@@ -98,14 +108,21 @@ class ChunkCopier:
         # Torch has no read-only tensors; this one is only read.
         address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
         content = torch.frombuffer((ctypes.c_uint8 * payload.nbytes).from_address(address), dtype=torch.uint8)
+        for plane, part in zip(planes, self._parts(planes, num_tokens, content), strict=True):
+            num_rows = part.shape[2]
+            plane.index_copy_(2, rows, part[:, :, num_rows - len(rows) :].to(self.device, non_blocking=True))
+
+    def _parts(self, planes: list[torch.Tensor], num_tokens: int, content: torch.Tensor) -> list[torch.Tensor]:
+        """A chunk's bytes as what it has of each plane."""
+        parts: list[torch.Tensor] = []
         begin = 0
         for plane in planes:
             num_rows = num_tokens * plane.shape[2] // self._slots[0].shape[2]
             shape = (*plane.shape[:2], num_rows, *plane.shape[3:])
             num_bytes = math.prod(shape) * plane.itemsize
-            part = content[begin : begin + num_bytes].view(plane.dtype).view(shape)
+            parts.append(content[begin : begin + num_bytes].view(plane.dtype).view(shape))
             begin += num_bytes
-            plane.index_copy_(2, rows, part[:, :, num_rows - len(rows) :].to(self.device, non_blocking=True))
+        return parts
 
     def _rows(self, block_ids: Sequence[int], begin: int, end: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Planes and the rows of them that hold tokens `begin` to `end`: blocks where these are whole, else slots."""
@@ -121,8 +138,3 @@ class ChunkCopier:
         if not hasattr(self._local, "stream"):
             self._local.stream = torch.cuda.Stream(self.device)
         return self._local.stream
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> np.ndarray:
-    flat = [part.view(torch.uint8).numpy().reshape(-1) for part in parts]
-    return flat[0] if len(flat) == 1 else np.concatenate(flat)

@@ -25,6 +25,7 @@ from paceline_kvstore.policy.reuse import Decision, Prefill
 from paceline_kvstore.tiered.level import Level
 from paceline_kvstore.tiered.lookup import Lookup, Plan
 from paceline_kvstore.tiered.store import TieredStore
+from paceline_kvstore.tiers.base import Filling
 
 NUM_PLACERS = 2
 # Chunks on their way from the device to the store; a chunk offered beyond that must be offered again.
@@ -53,8 +54,10 @@ class CopiesChunks(Protocol):
         """Memory from which chunks are copied quickest."""
         ...
 
-    def read_later(self, block_ids: Sequence[int], num_tokens: int) -> Callable[[], Buffer]:
-        """A chunk's bytes, when they are asked for; the blocks may change meanwhile."""
+    def read_later(
+        self, block_ids: Sequence[int], num_tokens: int, target: memoryview | None = None
+    ) -> Callable[[], Buffer]:
+        """A chunk's bytes, in `target` if there is one, when they are asked for; the blocks may change meanwhile."""
         ...
 
     def write(self, block_ids: Sequence[int], num_tokens: int, payload: memoryview, skipped: int = 0) -> None:
@@ -214,11 +217,13 @@ class PrefixStore:
             self.num_refused += 1
             return False
         if takers:
-            content = self._copier.read_later(block_ids, self._chunk_tokens)
+            before = None if parent is None else self._key(parent)
+            filling = self.store.fill(takers, chunk, size, before, tenant)
+            target = None if filling is None else filling.buffer
+            content = self._copier.read_later(block_ids, self._chunk_tokens, target)
             with self._changed:
                 self._copying.add(key)
-            before = None if parent is None else self._key(parent)
-            self._copies.submit(self._copy, takers, chunk, content, before, tenant)
+            self._copies.submit(self._copy, takers, chunk, content, before, tenant, filling)
         return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -311,9 +316,10 @@ class PrefixStore:
         content: Callable[[], Buffer],
         parent: ChunkKey | None,
         tenant: str,
+        filling: Filling | None,
     ) -> None:
         try:
-            self.store.take(takers, key, content(), parent=parent, tenant=tenant)
+            self.store.take(takers, key, content(), parent=parent, tenant=tenant, filling=filling)
         except Exception:
             logger.exception("a chunk of KV can't be copied from the device")
         finally:

@@ -26,7 +26,7 @@ from paceline_kvstore.tiered.level import Level
 from paceline_kvstore.tiered.lookup import Lookup, Plan, Planned
 from paceline_kvstore.tiered.pool import Job
 from paceline_kvstore.tiered.writes import Chunk, WriteBehind
-from paceline_kvstore.tiers.base import Pinning, layer
+from paceline_kvstore.tiers.base import Filling, Pinning, layer
 
 PROBE_SECONDS = 2.0
 """How long a level may take to answer a lookup."""
@@ -186,6 +186,12 @@ class TieredStore:
             level.count(dropped=1)
         return tuple(level for level in wanting if level not in full and level.admits(key))
 
+    def fill(
+        self, takers: Sequence[Level], key: ChunkKey, num_bytes: int, parent: ChunkKey | None, tenant: str
+    ) -> Filling | None:
+        """The memory of the first of the takers, to write the payload into and hand to `take`; None if it has none."""
+        return takers[0].fill(key, num_bytes, parent, tenant) if takers and takers[0].options.is_immediate else None
+
     def take(
         self,
         takers: Sequence[Level],
@@ -194,11 +200,19 @@ class TieredStore:
         *,
         parent: ChunkKey | None = None,
         tenant: str = "",
+        filling: Filling | None = None,
     ) -> bool:
-        """The second half of an offer: write the chunk to these levels; whether one of them will get it."""
+        """The second half of an offer: write the chunk to these levels; whether one of them will get it.
+
+        filling: of the first level, from `fill`, with the payload in its buffer: it is kept there without another copy.
+        """
         chunk = Chunk(key, codec.as_bytes(payload).toreadonly(), parent, tenant)
         self.pins.arrived(key, chunk.payload.nbytes)
-        return self._takes_offers and sum(self.writes.submit(level, chunk) for level in takers) > 0
+        if not self._takes_offers:
+            return False
+        is_kept = filling is not None and filling.keep(codec.encode_header(key, chunk.payload))
+        rest = takers if filling is None else takers[1:]
+        return sum(self.writes.submit(level, chunk) for level in rest) > 0 or is_kept
 
     def pin(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
         """Keep chunks in memory and on disk for a while, those on their way too, instead of what the holder kept.

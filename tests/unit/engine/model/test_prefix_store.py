@@ -329,7 +329,7 @@ def test_only_who_wants_a_chunk_has_it_copied(tiny, new_loop, monkeypatch: pytes
     copies: list[Sequence[int]] = []
     read_later = ChunkCopier.read_later
     monkeypatch.setattr(
-        ChunkCopier, "read_later", lambda self, ids, count: copies.append(ids) or read_later(self, ids, count)
+        ChunkCopier, "read_later", lambda self, ids, *more: copies.append(ids) or read_later(self, ids, *more)
     )
     for _ in range(2):
         assert store.offer(b"a" * 32, None, (2, 5), "")
@@ -337,6 +337,31 @@ def test_only_who_wants_a_chunk_has_it_copied(tiny, new_loop, monkeypatch: pytes
     store.drain(DEADLINE)
     assert store.close()
     assert list(tier.keys()) == [key_of(b"a" * 32)]
+
+
+def test_what_goes_to_memory_is_copied_once_and_the_same_as_what_goes_to_disk(make, prompts, tmp_path: Path):
+    class Memory(MemoryTier):
+        def put(self, *_: Any, **__: Any) -> bool:
+            raise AssertionError("a second copy")
+
+    def store_for(loop: Any, memory: MemoryTier) -> PrefixStore:
+        levels = [
+            Level(memory, LevelOptions(name="memory", is_immediate=True)),
+            Level(DiskTier(tmp_path, 64 * MIB), LevelOptions(name="disk", is_durable=True)),
+        ]
+        return PrefixStore(TieredStore(levels), ChunkCopier(loop.runner.kv), NAMESPACE, CHUNK)
+
+    loop, memory = make(), Memory(16 * MIB)
+    with engine(loop, store_for(loop, memory)):
+        expected = texts(loop, prompts)
+        assert loop.scheduler.kv.stored is not None
+        loop.scheduler.kv.stored.offer_all()
+        memory.check_integrity()
+    loop = make()
+    with engine(loop, store_for(loop, MemoryTier(16 * MIB))) as _:
+        assert texts(loop, prompts) == expected
+        loaded = [loop.finished[str(number)].loaded_tokens for number in range(len(prompts))]
+    assert loaded == [{"disk": (len(prompt) - 1) // CHUNK * CHUNK} for prompt in prompts]
 
 
 def test_a_drain_writes_all_that_is_offered(tiny, new_loop):

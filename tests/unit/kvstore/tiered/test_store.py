@@ -198,6 +198,25 @@ def test_an_offer_in_two_halves_is_copied_only_for_who_wants_it(make_store: Make
     assert not store.take((), name, content)
 
 
+def test_a_chunk_written_into_memory_is_kept_there_and_written_to_the_others(
+    make_store: Make, held: Any, key: Keys, payload: Payloads
+) -> None:
+    store = make_store(other=(held, {}))
+    name, content = key(1), payload(key(1))
+    takers = store.takers(name, len(content)) or ()
+    filling = store.fill(takers, name, len(content), None, "acme")
+    assert filling is not None
+    filling.buffer[:] = content
+    assert store.take(takers, name, filling.buffer, tenant="acme", filling=filling)
+    settled(store)
+    assert [level.tier.origin(name) for level in store.levels] == [(None, "acme")] * 2
+    assert [level.tier.get(name) for level in store.levels] == [content] * 2
+    assert [level.counts.writes for level in store.levels] == [1, 1]
+    # Where another level is the first there is no memory to write into.
+    assert store.fill(store.levels[1:], key(2), len(content), None, "") is None
+    assert store.fill((), key(2), len(content), None, "") is None
+
+
 def test_an_offer_that_only_a_full_queue_keeps_out_can_be_made_again(
     make_store: Make, held: Any, key: Keys, payload: Payloads
 ) -> None:
