@@ -53,8 +53,9 @@ gen: $(STAMP) ## Write the generated files: CRDs, reference pages
 bench-engine: $(STAMP) ## Engine speed beside llama.cpp, transformers and the machine's roof
 	$(PY) benchmarks/engine.py
 
-bench-kv: $(STAMP) ## Tiers of the KV store beside memcpy, the raw device, a raw socket, plain boto3 and LMCache, 6 minutes -> benchmarks/results/kv.json
+bench-kv: $(STAMP) ## Tiers of the KV store beside memcpy, the raw device, a raw socket, plain boto3 and LMCache; an engine with one and without, 10 minutes -> benchmarks/results/kv*.json
 	$(PY) benchmarks/kv.py
+	$(PY) benchmarks/kv_engine.py
 
 bench-mechanisms: $(STAMP) ## Each mechanism of the engine on and off, as ratios -> benchmarks/results/mechanisms.json
 	$(PY) benchmarks/mechanisms.py
