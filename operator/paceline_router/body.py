@@ -10,6 +10,7 @@ from paceline_router.asgi import ClientGone, Receive
 from paceline_router.errors import BodyTooLarge, BodyTooSlow, ClientError
 from paceline_router.settings import EXCESS_BODY_BYTES_MAX
 
+_HAND_OFF = "kv_transfer_params"
 _ASK_USAGE = b'"stream_options":{"include_usage":true},'
 
 
@@ -47,6 +48,9 @@ def read_question(body: bytes) -> Question:
     model = document.get("model")
     if not isinstance(model, str) or not model:
         raise ClientError("name a model in the field 'model'", param="model")
+    if document.get(_HAND_OFF) is not None:
+        # It has engines pin a tier's memory, and name KV to load.
+        raise ClientError(f"{_HAND_OFF} is for who sends requests to engines itself; leave it out", param=_HAND_OFF)
     return Question(model, document.get("stream") is True, "stream_options" in document)
 
 

@@ -13,6 +13,7 @@ from router_harness import event, word
 from paceline_api.runtimes import facts_of
 from paceline_router import headers
 from paceline_router.body import read_question, with_usage
+from paceline_router.errors import ClientError
 from paceline_router.sse import LINE_BYTES_MAX, StreamMeter, WholeLines, error_event, without_usage_event
 
 DONE = b"data: [DONE]\n\n"
@@ -155,3 +156,10 @@ def test_asking_for_usage_changes_nothing_else(fields: dict, space: str):
     body = (space + json.dumps(document)).encode()
     assert read_question(body).needs_usage
     assert json.loads(with_usage(body)) == {**document, "stream_options": {"include_usage": True}}
+
+
+def test_a_client_cannot_lease_or_name_stored_kv():
+    with pytest.raises(ClientError) as refusal:
+        read_question(b'{"model": "m", "kv_transfer_params": {"do_remote_decode": true}}')
+    assert refusal.value.param == "kv_transfer_params"
+    assert read_question(b'{"model": "m", "kv_transfer_params": null}').model == "m"
