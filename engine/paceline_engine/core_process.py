@@ -49,6 +49,7 @@ from paceline_engine.messages import (
     ToCore,
 )
 from paceline_engine.parent import die_with_parent
+from paceline_engine.sizing import SetupError
 from paceline_kvstore.metrics import snapshot
 
 HEARTBEAT_SECONDS = 0.5
@@ -287,7 +288,7 @@ def run(config: EngineConfig, address_in: str, address_out: str, parent_pid: int
         send(_ready(core, time.monotonic() - begin))
         CoreLoop(core, receive, send, post=_poster(context)).run()
     except Exception as error:
-        logger.exception("the engine core failed")
+        logger.error("the engine core failed: %s", error, exc_info=not isinstance(error, SetupError))
         send(CoreFailed(message=_one_line(error)))
         return 1
     finally:

@@ -120,15 +120,16 @@ def kv_store_document(file: Path | None, disk: Path | None, disk_capacity: int |
         raise BadInput("--kv-store-config and --kv-store-disk: give one of them; a file can name a disk, too")
     if disk is not None:
         capacity = DISK_CAPACITY if disk_capacity is None else disk_capacity
-        return json.dumps({"disk": {"path": str(disk.absolute()), "capacity": capacity}})
-    text = read_text(file, "--kv-store-config")
+        flag, text = "--kv-store-disk", json.dumps({"disk": {"path": str(disk.absolute()), "capacity": capacity}})
+    else:
+        flag, text = f"--kv-store-config {file}", read_text(file, "--kv-store-config")
     if text is None:
         return ""
     try:
         document = json.loads(text)
         parse_settings(document)
     except (BadSettings, json.JSONDecodeError) as error:
-        raise BadInput(f"--kv-store-config {file}: {error}") from error
+        raise BadInput(f"{flag}: {error}") from error
     return json.dumps(document)
 
 
