@@ -1,4 +1,4 @@
-"""Interleaved rounds of the KV store's benchmarks: each action once a round, in turning order; ratios within a round.
+"""Interleaved rounds of the KV store's benchmarks: each action once a round, in every order; ratios within a round.
 
 Absolute figures vary by machine and hour, so only ratios of a round count. The share of the CPU that others took is
 recorded; rounds in which it was above a tenth are left out if enough others remain.
@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, permutations
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +71,12 @@ def measure(
     for action in actions.values():
         before()
         action()  # First touches and connections are nobody's.
-    names, measured = list(actions), list[Round]()
-    for number in range(rounds):
+    # Every order in turn: what one leaves behind (work of the file system, caches) must not always fall to the same.
+    orders, measured = cycle(permutations(actions)), list[Round]()
+    for _ in range(rounds):
         before()
         busy, own, start = _busy_seconds(), _own_seconds(helpers), time.perf_counter()
-        turned = names[number % len(names) :] + names[: number % len(names)]
-        seconds = {name: actions[name]() for name in turned}
+        seconds = {name: actions[name]() for name in next(orders)}
         others = _busy_seconds() - busy - (_own_seconds(helpers) - own)
         share = max(0.0, others) / (time.perf_counter() - start) / (os.cpu_count() or 1)
         measured.append(Round(seconds, share))
@@ -87,7 +88,7 @@ def compare(report: Report, case: str, num_bytes: int, rounds: Sequence[Round], 
     """Beside each other action: GB/s (1e9), the median ratio of the rounds, and its bar where there is a bound."""
     ours = num_bytes / statistics.median(one.seconds[OURS] for one in rounds) / 1e9
     texts: list[str] = []
-    for name in rounds[0].seconds:
+    for name in sorted(rounds[0].seconds, reverse=True):
         if name == OURS:
             continue
         theirs = num_bytes / statistics.median(one.seconds[name] for one in rounds) / 1e9
