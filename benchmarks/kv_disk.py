@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kv_lmcache import LMCACHE, Lmcache
-from kv_rounds import LIMIT, MIB, OURS, Bytes, buffer, compare, key, measure, timed
+from kv_rounds import LIMIT, MIB, OURS, Bytes, buffer, compare, key, measure, pairs, timed
 from report import Report, Row
 
 from paceline_kvstore import ChunkKey
@@ -107,10 +107,10 @@ def _chunks_of(report: Report, peer: Lmcache, rounds: int, chunk: int, folder: P
     name = f"disk, {chunk // MIB} MiB"
     report.rows.append(Row(name, "direct I/O", "", float(ours.tier.direct)))
     puts = {OURS: timed(ours.put), LIMIT: timed(plain.write), **theirs("put")}
-    compare(report, f"{name}, put", TOTAL_BYTES, measure(puts, rounds, helpers=peer.pids), PUT_BOUNDS)
+    pairs(report, f"{name}, put", TOTAL_BYTES, puts, rounds, PUT_BOUNDS, helpers=peer.pids)
     peer.explain(report, f"{name}, put", PUT_BOUNDS)
     gets = {OURS: timed(ours.get), LIMIT: timed(plain.read), **theirs("get")}
-    compare(report, f"{name}, get", TOTAL_BYTES, measure(gets, rounds, helpers=peer.pids), GET_BOUNDS)
+    pairs(report, f"{name}, get", TOTAL_BYTES, gets, rounds, GET_BOUNDS, helpers=peer.pids)
     peer.explain(report, f"{name}, get", GET_BOUNDS)
     few = min(rounds, 5)
     targets = [buffer(chunk, number) for number in range(2 * READERS)]
@@ -122,7 +122,7 @@ def _chunks_of(report: Report, peer: Lmcache, rounds: int, chunk: int, folder: P
         }
         case = f"{name}, get, {READERS} at a time"
         bound = {LMCACHE: GET_BOUNDS[LMCACHE]}
-        compare(report, case, TOTAL_BYTES, measure(prefixes, few, helpers=peer.pids), bound)
+        pairs(report, case, TOTAL_BYTES, prefixes, few, bound, helpers=peer.pids)
     peer.explain(report, case, bound)
     durable = {OURS: timed(lambda: ours.put(durable=True)), LIMIT: timed(lambda: plain.write(durable=True))}
     compare(report, f"{name}, durable put", TOTAL_BYTES, measure(durable, few), {})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from kv_lmcache import LMCACHE, Lmcache
-from kv_rounds import LIMIT, MIB, OURS, buffer, compare, key, log, measure, timed
+from kv_rounds import LIMIT, MIB, OURS, buffer, key, log, pairs, timed
 from report import Bar, Report, Row
 
 from paceline_kvstore import ChunkKey
@@ -55,11 +55,11 @@ def _chunks_of(report: Report, peer: Lmcache, rounds: int, chunk: int) -> None:
     name = f"memory, {chunk // MIB} MiB"
     theirs = peer.actions("memory", chunk, count)
     puts = {OURS: timed(put), LIMIT: timed(copy_in), **theirs("put")}
-    compare(report, f"{name}, put with checksum", TOTAL_BYTES, measure(puts, rounds, tier.clear, peer.pids), {})
+    pairs(report, f"{name}, put with checksum", TOTAL_BYTES, puts, rounds, {}, tier.clear, peer.pids)
     tier.clear()
     put()
     gets = {OURS: timed(read), LIMIT: timed(copy_out), **theirs("get")}
-    compare(report, f"{name}, get copied out", TOTAL_BYTES, measure(gets, rounds, helpers=peer.pids), BOUNDS)
+    pairs(report, f"{name}, get copied out", TOTAL_BYTES, gets, rounds, BOUNDS, helpers=peer.pids)
     peer.explain(report, f"{name}, get copied out", BOUNDS)
     _leases(report, name, tier, count, peer.lease_us(chunk, count))
     peer.close("memory")

@@ -102,6 +102,23 @@ def compare(report: Report, case: str, num_bytes: int, rounds: Sequence[Round], 
     log.info("  %s: %.2f GB/s, %s", case, ours, ", ".join(texts))
 
 
+def pairs(
+    report: Report,
+    case: str,
+    num_bytes: int,
+    actions: Mapping[str, Action],
+    rounds: int,
+    bounds: Mapping[str, float],
+    before: Callable[[], object] = lambda: None,
+    helpers: Sequence[int] = (),
+) -> None:
+    """`compare` ours with each other action, in rounds of the two alone: a peer must not disturb what it is not in."""
+    for name, action in actions.items():
+        if name != OURS:
+            measured = measure({OURS: actions[OURS], name: action}, rounds, before, helpers)
+            compare(report, case, num_bytes, measured, bounds)
+
+
 def _busy_seconds() -> float:
     """CPU seconds of the whole machine that were not idle."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
