@@ -130,6 +130,8 @@ def _chunks_of(report: Report, rounds: int, size: int) -> None:
                 raise RuntimeError("the server did not start")
             raw_get, raw_put = _raw_actions(Address(path=str(folder / "raw")).connect(5), size)
             ours = _our_actions(RemoteTier(Address(path=str(folder / "ours"))), size)
+            for _ in range(5):
+                ours["put"]()  # The server's memory is touched once.
             raw = {"put": raw_put, "get": raw_get, "chain": raw_get}
             pids = [process.pid] if process.pid is not None else []
             for what, action in ours.items():
