@@ -22,7 +22,7 @@ from paceline_kvstore.tiers.base import Lease, Tier
 from paceline_kvstore.tiers.disk import DiskOptions, DiskTier
 from paceline_kvstore.tiers.memory import MemoryTier
 
-NAMESPACE = "ab" * 32
+NAMESPACE = b"\xab" * 32
 BLOCK, CHUNK = 4, 8
 MIB = 1 << 20
 SECONDS = 30.0

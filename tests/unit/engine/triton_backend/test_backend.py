@@ -205,7 +205,7 @@ def test_a_sleeping_engine_has_no_kv_and_wakes_up_right(folder, vocab_size):
     before = answers(made, wanted)
     log = StepLog(made.scheduler)
     log.begin()
-    commands = Commands(made.scheduler, made.backend, log)
+    commands = Commands(made.scheduler, made.backend, log, made.handoffs)
     recorded = cast("Any", made.backend)._resident._graphs._graphs
     recorded[1] = "stands for a CUDA graph"
     assert commands.run(Command(command_id="1", name="sleep", arguments={}), 0.0)[0].error is None

@@ -170,7 +170,7 @@ def test_a_straggler_is_overtaken_by_a_second_read(faulty: Any, proxy: FaultProx
     for _ in range(20):
         assert tier.get(make_key(1)) == STATE
     before = tier.stats
-    for nth, fault in enumerate([Fault(hang=True), Fault(pause=0.2), Fault(stall=500)]):
+    for nth, fault in enumerate([Fault(hang=True), Fault(pause=5.0), Fault(stall=500)]):
         proxy.plan = of({nth: fault}, lambda request: request.is_get)
         assert tier.get(make_key(1), deadline=60.0) == STATE
     assert tier.stats.hedges_won - before.hedges_won >= 3
