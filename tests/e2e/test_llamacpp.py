@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_up import QUESTION, START_S, Up, ask, leaves_nothing, text_of, until
+from up_process import QUESTION, START_S, Up, ask, leaves_nothing, text_of, until
 
 from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, INTERNAL_TOKEN_FILE
 from paceline_api.v1alpha1 import InferenceService

