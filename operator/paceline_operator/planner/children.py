@@ -24,7 +24,6 @@ from paceline_api.names import (
     ENGINE_ADMIN_PORT,
     ENGINE_HTTP_PORT,
     ENGINE_METRICS_PORT,
-    KV_SETTINGS_KEY,
     LABEL_MODEL_HASH,
     LABEL_ROLE,
     LABEL_RUNTIME,
@@ -43,12 +42,14 @@ from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, RolloutStrategy
 from paceline_operator.planner import pods
 from paceline_operator.planner.engine_args import engine_args, model_claim
-from paceline_operator.planner.kv_settings import ANNOTATION_STORE_HASH, StorePart, with_extra
+from paceline_operator.planner.kv_settings import ANNOTATION_STORE_HASH, StorePart, with_extra, with_older
 from paceline_operator.planner.manifests import child, common_labels, dig, owner_reference, text_hash
 from paceline_operator.planner.model import PlanSettings, ServiceObserved
 from paceline_operator.planner.pod_template import merged
+from paceline_operator.planner.pods import config_hash_of
 from paceline_operator.planner.runtimes.pod import first_containers, foreign_container
 from paceline_operator.planner.runtimes.registry import foreign_of
+from paceline_operator.planner.status import Rollout
 from paceline_operator.planner.token import with_token_hash
 
 ROLE = "engine"
@@ -126,24 +127,28 @@ class EngineChildren:
     def render(self) -> list[Manifest]:
         """Every child, in no particular order."""
         children = [self._child(SERVICE_ACCOUNT, automountServiceAccountToken=False), self._service()]
-        if data := self._data():
+        deployment = self._deployment()
+        if data := self._data(config_hash_of(deployment["spec"]["template"])):
             children.append(self._child(CONFIG_MAP, data=data))
         if wanted_replicas(self.service) >= 2:
             children.append(self._child(POD_DISRUPTION_BUDGET, spec=pods.disruption_budget_spec(self._selector)))
-        children.append(self._deployment())
+        children.append(deployment)
         return children
 
     def _child(self, kind: Kind, **content: object) -> Manifest:
         return child(kind, self._namespace, self._name, labels=self._labels, owners=self._owners, **content)
 
-    def _data(self) -> dict[str, str]:
+    def _data(self, template_hash: str) -> dict[str, str]:
         """What the pods mount of the service's own ConfigMap."""
+        live = next((item for item in self._observed.children if item["kind"] == CONFIG_MAP.kind), None)
         if self._keeps:
-            live = next((item for item in self._observed.children if item["kind"] == CONFIG_MAP.kind), None)
             return dig(live, "data") or {}
         template = self.service.spec.model.chat_template
         data = {} if template is None else {CHAT_TEMPLATE_KEY: template}
-        return data if self._store is None else {**data, KV_SETTINGS_KEY: self._store.text}
+        if self._store is not None:
+            data[self._store.key] = self._store.text
+        rollout = Rollout(wanted_replicas(self.service), template_hash, self._live, self._observed.pods)
+        return with_older(data, live, settled=rollout.done)
 
     def _service(self) -> Manifest:
         # Ports by name, so that EndpointSlices carry each pod's real ones. The admin port stays inside the pod network.

@@ -33,9 +33,11 @@ from paceline_operator.planner.kv_settings import (
     token_pair,
     token_reference,
     with_extra,
+    with_older,
 )
-from paceline_operator.planner.manifests import child, common_labels, owner_reference, sealed
+from paceline_operator.planner.manifests import child, common_labels, dig, owner_reference, sealed
 from paceline_operator.planner.model import Create, PlanSettings, StoreObserved
+from paceline_operator.planner.pods import config_hash_of
 
 ROLE = "kv"
 CONTAINER = "kvstore"
@@ -46,6 +48,14 @@ STARTUP_BUDGET_S = 600
 # The process itself, and chunks that are being received.
 _OWN_MEMORY = "768Mi"
 _OWN_CPU = "250m"
+
+
+def is_observed(live: Manifest | None, template_hash: str) -> bool:
+    """Whether the DaemonSet has this template, and its controller knows."""
+    seen = int(dig(live, "status", "observedGeneration") or 0)
+    if live is None or seen < int(dig(live, "metadata", "generation") or 0):
+        return False
+    return config_hash_of(live["spec"]["template"]) == template_hash
 
 
 class NodeChildren:
@@ -86,15 +96,25 @@ class NodeChildren:
 
     def render(self) -> list[Manifest]:
         """Every child but the token, in no particular order."""
+        daemon_set = self._daemon_set()
         return [
             self._child(SERVICE_ACCOUNT, automountServiceAccountToken=False),
-            self._child(CONFIG_MAP, data={KV_SETTINGS_KEY: self._part.text}),
+            self._child(CONFIG_MAP, data=self._data(daemon_set)),
             self._service(),
-            self._daemon_set(),
+            daemon_set,
         ]
 
     def _child(self, kind: Kind, **content: object) -> Manifest:
         return child(kind, self._namespace, self._name, labels=self._labels, owners=self._owners, **content)
+
+    def _data(self, daemon_set: Manifest) -> dict[str, str]:
+        live = self._live(DAEMON_SET)
+        nodes, updated = (int(dig(live, "status", f"{name}NumberScheduled") or 0) for name in ("desired", "updated"))
+        settled = is_observed(live, config_hash_of(daemon_set["spec"]["template"])) and updated >= nodes
+        return with_older({self._part.key: self._part.text}, self._live(CONFIG_MAP), settled=settled)
+
+    def _live(self, kind: Kind) -> Manifest | None:
+        return next((item for item in self._observed.children if item["kind"] == kind.kind), None)
 
     def _service(self) -> Manifest:
         port = {"name": PORT_KV, "port": self._ports[PORT_KV], "targetPort": PORT_KV, "protocol": "TCP"}
@@ -107,9 +127,8 @@ class NodeChildren:
         return self._child(SERVICE, spec=spec)
 
     def _daemon_set(self) -> Manifest:
-        live = next((item for item in self._observed.children if item["kind"] == DAEMON_SET.kind), None)
         current = pods.Pin(pods.TEMPLATE_VERSION, self._settings.image_kvstore)
-        pin, template = pods.pinned(live, self._template, current)
+        pin, template = pods.pinned(self._live(DAEMON_SET), self._template, current)
         daemon_set = self._child(
             DAEMON_SET,
             spec={

@@ -25,6 +25,7 @@ from paceline_api.names import (
     KV_TOKEN_DIR,
     kv_address,
     kv_name,
+    short_hash,
 )
 from paceline_api.quantity import parse_bytes, parse_duration_s, parse_quantity
 from paceline_api.v1alpha1 import KVStore, Tenant
@@ -42,6 +43,7 @@ _READ_BY_OWNER_AND_GROUP = 0o440
 # The tier keeps its files within the capacity; the kubelet counts folders and blocks too, and evicts a pod above.
 _VOLUME_SPARE = 64 << 20
 _SETTINGS_VOLUME = "kv-store-settings"
+_KEY_PREFIX = "kv-store-"
 Pair = tuple[Manifest, Manifest]
 Held = Mapping[str, str]
 """The keys of a Secret or ConfigMap that have a value, with a hash of it."""
@@ -77,7 +79,12 @@ class StorePart:
     @property
     def text(self) -> str:
         """The settings document, as the ConfigMap holds it."""
-        return json.dumps(self.settings, indent=2) + "\n"
+        return _text(self.settings)
+
+    @property
+    def key(self) -> str:
+        """The document's key in the ConfigMap: another document has another."""
+        return _key(self.settings)
 
     def hash(self, held: Mapping[str, Held | None]) -> str:
         """Changes when processes must start anew. `held`: what the objects hold that the references name, by label."""
@@ -177,6 +184,16 @@ def settings_flag() -> str:
     return f"--kv-store-config={KV_SETTINGS_DIR}/{KV_SETTINGS_KEY}"
 
 
+def with_older(data: Mapping[str, str], live: Manifest | None, *, settled: bool) -> dict[str, str]:
+    """The ConfigMap's data, with the documents of pods that run until they are replaced.
+
+    A container that starts again reads its volume anew. It must find the settings that its pod was made with: others
+    may name files that it has not, or be the very ones that new pods can't start with.
+    """
+    older: Mapping[str, str] = {} if settled else dig(live, "data") or {}
+    return {key: text for key, text in older.items() if key.startswith(_KEY_PREFIX)} | dict(data)
+
+
 def store_port(store: KVStore) -> int:
     node = store.spec.node
     return node.port if node and node.port else KV_PORT
@@ -244,17 +261,16 @@ class _Builder:
         self.settings: Manifest = {}
         self._store = store
         self._references: list[Reference] = []
-        item = {"key": KV_SETTINGS_KEY, "path": KV_SETTINGS_KEY}
-        self._pairs: list[Pair] = [
-            (
-                {"name": _SETTINGS_VOLUME, "configMap": {"name": config_map, "items": [item]}},
-                {"name": _SETTINGS_VOLUME, "mountPath": KV_SETTINGS_DIR, "readOnly": True},
-            )
-        ]
+        self._config_map = config_map
+        self._pairs: list[Pair] = []
         self._extra: dict[str, int] = {}
 
     def part(self) -> StorePart:
-        return StorePart(self.settings, tuple(self._references), tuple(self._pairs), self._extra)
+        item = {"key": _key(self.settings), "path": KV_SETTINGS_KEY}
+        document = _mounted(
+            _SETTINGS_VOLUME, KV_SETTINGS_DIR, {"configMap": {"name": self._config_map, "items": [item]}}
+        )
+        return StorePart(self.settings, tuple(self._references), (document, *self._pairs), self._extra)
 
     def on_memory(self, memory: MemoryTier | None) -> None:
         if memory is not None:
@@ -343,6 +359,14 @@ def _files(volume: str, folder: str, reference: Reference, path: str) -> Pair:
 
 def _mounted(volume: str, folder: str, source: Manifest) -> Pair:
     return {"name": volume, **source}, {"name": volume, "mountPath": folder, "readOnly": True}
+
+
+def _text(settings: Manifest) -> str:
+    return json.dumps(settings, indent=2) + "\n"
+
+
+def _key(settings: Manifest) -> str:
+    return f"{_KEY_PREFIX}{short_hash(_text(settings))}.json"
 
 
 def _storage(claim: ClaimSpec) -> str | None:

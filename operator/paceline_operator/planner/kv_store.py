@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline_api.kube import DAEMON_SET, Manifest
 from paceline_api.names import kv_address
 from paceline_api.v1alpha1 import KVStore
-from paceline_operator.planner.kv_node import NodeChildren
+from paceline_operator.planner.kv_node import NodeChildren, is_observed
 from paceline_operator.planner.kv_settings import engine_part, read_store, store_port
 from paceline_operator.planner.manifests import being_deleted, difference, dig
 from paceline_operator.planner.model import Action, Plan, PlanSettings, StoreObserved
@@ -63,7 +63,7 @@ def _counts(live: Manifest | None) -> Manifest:
 def _servers(observed: StoreObserved, live: Manifest | None, template_hash: str) -> Verdict:
     counts = _counts(live)
     nodes, ready = counts["nodes"], counts["readyNodes"]
-    if _is_observed(live, template_hash):
+    if is_observed(live, template_hash):
         if nodes == 0:
             message = "no node takes a server; see spec.node.nodeSelector and spec.node.tolerations"
             return Verdict(False, "NoNodes", message, warning=True)
@@ -74,13 +74,6 @@ def _servers(observed: StoreObserved, live: Manifest | None, template_hash: str)
         reason = "NodeServerUnschedulable" if rollout.unschedulable else "NodeServerFailing"
         return reconciling(reason, rollout.problem, warning=True)
     return reconciling("RollingOut" if ready else "NodeServersStarting", f"{ready} of {nodes} node servers are ready")
-
-
-def _is_observed(live: Manifest | None, template_hash: str) -> bool:
-    seen = int(dig(live, "status", "observedGeneration") or 0)
-    if live is None or seen < int(dig(live, "metadata", "generation") or 0):
-        return False
-    return config_hash_of(live["spec"]["template"]) == template_hash
 
 
 def _tiers(store: KVStore) -> str:

@@ -79,7 +79,7 @@ def test_the_store_gives_the_engines_their_settings(tmp_path, capsys) -> None:
     args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert "--kv-store-config=/var/run/paceline/kv-store/kv-store.json" in args
     settings = next(child for child in children if child["kind"] == "ConfigMap")
-    assert json.loads(settings["data"]["kv-store.json"])["memory"] == {"capacity": 1 << 30}
+    assert json.loads(next(iter(settings["data"].values())))["memory"] == {"capacity": 1 << 30}
 
 
 def test_a_node_server_is_shown_whole_with_its_token_as_a_placeholder(tmp_path, capsys) -> None:

@@ -21,6 +21,7 @@ from operator_samples import (
     created,
     live,
     observed,
+    rolled_out,
     service,
     store,
     tenant,
@@ -127,7 +128,7 @@ def engine_plan(manifest: dict, consumer: dict = REFERRING, **fields):
 
 
 def settings_of(children: dict) -> StoreSettings:
-    return parse_settings(json.loads(children["ConfigMap"]["data"][KV_SETTINGS_KEY]))
+    return parse_settings(json.loads(next(iter(children["ConfigMap"]["data"].values()))))
 
 
 def pod_of(workload: dict) -> dict:
@@ -324,6 +325,46 @@ def test_a_tenants_quota_is_known_where_there_is_memory_or_disk_to_bound(spec, e
         assert (config_hash(servers[0]["DaemonSet"]) != config_hash(servers[1]["DaemonSet"])) == servers_roll
         found = settings_of(servers[1])
     assert found.tenant_quotas == ({"a": 3_000_000, "b": 2 << 30} if engines_roll or servers_roll else {})
+
+
+def documents(children: dict) -> tuple[str, set[str]]:
+    """The key that the workload's pods mount, and all that are there."""
+    workload = children.get("DaemonSet") or children["Deployment"]
+    item = next(volume for volume in pod_of(workload)["volumes"] if volume["name"] == "kv-store-settings")
+    return item["configMap"]["items"][0]["key"], set(children["ConfigMap"]["data"])
+
+
+@pytest.mark.parametrize("planned", [engine_plan, store_plan], ids=["engines", "servers"])
+def test_pods_find_the_settings_that_they_were_made_with_until_they_are_replaced(planned):
+    both = {"mode": "both", "memory": {"capacity": "1Gi"}}
+    children = applied(planned(store(**both)).actions)
+    first, there = documents(children)
+    assert there == {first}
+
+    changed = store(**both | {"memory": {"capacity": "2Gi"}})
+    kinds = children | applied(planned(changed, children=live(children.values())).actions)
+    second, there = documents(kinds)
+    assert (first != second, there) == (True, {first, second})
+    # Their rollout hangs, and a third setting comes.
+    third = store(**both | {"memory": {"capacity": "3Gi"}})
+    kinds |= applied(planned(third, children=live(kinds.values())).actions)
+    assert documents(kinds)[1] == {first, second, documents(kinds)[0]}
+    assert not applied(planned(third, children=live(kinds.values())).actions)
+    counts = dict.fromkeys(("observedGeneration", "desiredNumberScheduled", "updatedNumberScheduled"), 1)
+    done = [item | {"status": counts} if item["kind"] == "DaemonSet" else item for item in live(kinds.values())]
+    kinds |= applied(planned(third, children=rolled_out(done, 1)).actions)
+    assert documents(kinds)[1] == {documents(kinds)[0]}
+
+
+def test_engines_that_lose_their_store_keep_its_settings_until_they_are_replaced():
+    children = applied(engine_plan(store(memory={"capacity": "1Gi"})).actions)
+    key, _ = documents(children)
+    without = plan(observed(service(), children=live(children.values())), NOW, SETTINGS)
+    assert not [action for action in without.actions if isinstance(action, Delete)]
+    children |= applied(without.actions)
+    assert set(children["ConfigMap"]["data"]) == {key}
+    done = plan(observed(service(), children=rolled_out(live(children.values()), 1)), NOW, SETTINGS)
+    assert [action.kind.kind for action in done.actions if isinstance(action, Delete)] == ["ConfigMap"]
 
 
 def test_a_tenant_that_is_going_or_not_valid_has_no_quota():
