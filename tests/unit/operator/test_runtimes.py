@@ -263,8 +263,9 @@ def test_every_combination_is_rendered_or_refused_with_a_field(runtime, model, e
             "vllm",
             {"engine": {"speculative": {"method": "ngram", "numTokens": "auto"}}},
             "spec.engine.speculative.numTokens",
-            "'auto'",
+            "has no 'auto', only 1 to 32; use",
         ),
+        ("vllm", {"engine": {"blockSize": 8}}, "spec.engine.blockSize", "has no 8, only 16, 32, 64, 128; use"),
         ("vllm", {"engine": {"extraArgs": ["--api-key=x"]}}, "spec.engine.extraArgs[0]", "set by the operator"),
         ("sglang", {"engine": {}}, "spec.engine.resources.limits", "sglang runs on GPUs only"),
         (

@@ -93,7 +93,14 @@ def _shown(path: str, value: object, name: str, capabilities: Capabilities | Non
 
 
 def _listed(values: frozenset[object]) -> str:
-    return ", ".join(sorted(str(value).lower() if isinstance(value, bool) else str(value) for value in values))
+    texts = sorted((str(value).lower() if isinstance(value, bool) else str(value) for value in values), key=_in_order)
+    numbers = [int(text) for text in texts if text.isdecimal()]
+    is_range = len(numbers) == len(texts) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{texts[0]} to {texts[-1]}" if is_range else ", ".join(texts)
+
+
+def _in_order(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdecimal() else (0, text)
 
 
 def _able(names: list[str]) -> str:
