@@ -110,7 +110,10 @@ class StorePart:
 def _own_token_message(token: Reference, keys: Held | None) -> str:
     if keys is None:
         return f"there is no {token.label} in this namespace yet; the operator makes it"
-    return f"{token.label} has no value under the key {token.keys[0]}; delete it, and it is made anew"
+    return (
+        f"{token.label} has no value under the key {token.keys[0]}: if it is yours and for something else, give the "
+        "KVStore another name; else delete it, and it is made anew"
+    )
 
 
 def held_by(manifest: Manifest | None) -> Held | None:
