@@ -138,6 +138,7 @@ def test_gc_removes_what_is_named_for_good(
             ["gc", "FOLDER", "--capacity", "5x"],
             "--capacity: '5x' is not a number of bytes: write one like 1048576 or 8Gi",
         ),
+        (["gc", "FOLDER", "--capacity", "5"], "--capacity: it is at least 65536 bytes, not 5"),
         (
             ["gc", "s3://models", "--capacity", "5"],
             "--capacity is for folders; lifecycle rules bound a bucket",

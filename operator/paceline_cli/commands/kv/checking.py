@@ -8,6 +8,7 @@ from paceline_cli.commands.kv.contents import namespaces_like
 from paceline_cli.commands.kv.place import UNBOUNDED, Place, size_of
 from paceline_cli.commands.kv.report import human, progress, say
 from paceline_cli.errors import EXIT_DONE, EXIT_FAILED, BadInput
+from paceline_kvstore.tiers.disk import CAPACITY_MIN
 from paceline_kvstore.tiers.s3 import S3Tier
 
 
@@ -47,7 +48,7 @@ def gc(place: Place, options: GcOptions, *, as_json: bool) -> int:
     named = options.namespaces or options.keep or options.tenant is not None or options.capacity is not None
     if not named and not place.is_s3:
         raise BadInput("nothing to remove is named: give --namespace, --keep, --tenant or --capacity")
-    capacity = UNBOUNDED if options.capacity is None else size_of("--capacity", options.capacity)
+    capacity = UNBOUNDED if options.capacity is None else size_of("--capacity", options.capacity, CAPACITY_MIN)
     with place.open() as tier:
         before, used = len(list(tier.keys())), tier.bytes_used
         doomed = namespaces_like(tier, options.namespaces)

@@ -110,12 +110,15 @@ class Place:
             raise BadInput(f"{self.where}: {error}") from None
 
 
-def size_of(option: str, text: str) -> int:
+def size_of(option: str, text: str, minimum: int = 0) -> int:
     """Bytes of an option's value like 8Mi. BadInput."""
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except ValueError as error:
         raise BadInput(f"{option}: {error}") from None
+    if size < minimum:
+        raise BadInput(f"{option}: it is at least {minimum} bytes, not {size}")
+    return size
 
 
 @contextlib.contextmanager
