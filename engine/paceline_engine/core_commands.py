@@ -122,8 +122,9 @@ class Commands:
         match name:
             case "reset_prefix_cache":
                 self._log.commanded(Commanded("reset_prefix_cache"))
-                self._scheduler.reset_prefix_cache()
+                # First, so that what is lent later is taken back, and what was lent before is in the tier to be erased.
                 self._handoffs.reset()
+                self._scheduler.reset_prefix_cache()
                 return {"reset": True}
             case "sleep":
                 outputs += self._sleep(arguments.get("level", "1"), now)

@@ -53,7 +53,10 @@ def holder_of(epoch: str, transfer_id: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Lending:
-    """Chunks on their way, until `poll` has told of them. contents: of each, None where the tier should have it."""
+    """Chunks on their way, until `poll` has told of them. contents: of each, None where the tier should have it.
+
+    put: what was written for it, or may have been.
+    """
 
     request_id: str
     tenant: str
@@ -65,6 +68,7 @@ class _Lending:
     is_aborted: bool = False
     is_done: bool = False
     handoff: Handoff | None = None
+    put: list[ChunkKey] = field(default_factory=list[ChunkKey])
     transfer_id: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
@@ -211,6 +215,8 @@ class KVLender:
         self._book.note(lending.request_id, "prefill", outcome, self._wall_clock(), num_held)
         if num_held and outcome != "lent":
             self._release(lending.holder)
+        if outcome == "stale":
+            self._take_back(lending)
         self._tell()
 
     def _settle(self, lending: _Lending, num_held: int) -> Outcome:
@@ -242,7 +248,10 @@ class KVLender:
             content = lending.contents[index]
             if content is None or lending.is_aborted or time.monotonic() >= lending.until:
                 break
+            if lending.epoch != self.epoch:
+                break
             parent = lending.keys[index - 1] if index else None
+            lending.put.append(lending.keys[index])
             if not self._shared.put(
                 Chunk(lending.keys[index], as_bytes(content()).toreadonly(), parent, lending.tenant)
             ):
@@ -253,6 +262,14 @@ class KVLender:
     def _refuse(self, request_id: str, outcome: Outcome) -> bool:
         self._book.note(request_id, "prefill", outcome, self._wall_clock())
         return False
+
+    def _take_back(self, lending: _Lending) -> None:
+        """A reset empties the tier, and may have done so before the last of these chunks came there."""
+        try:
+            for key in lending.put:
+                self._shared.delete(key)
+        except Exception:
+            logger.exception("chunks of before a reset can't be deleted")
 
     def _release(self, holder: str) -> None:
         try:

@@ -69,6 +69,10 @@ class SharedLevel:
         """Keep the chunk, where other engines find it once `settle` has returned True."""
         return self._level.write(chunk.key, chunk.payload, chunk.parent, chunk.tenant, durable=False)
 
+    def delete(self, key: ChunkKey) -> None:
+        """Forget a chunk there."""
+        self._level.delete(key)
+
     def settle(self) -> bool:
         """Wait until others find what was put."""
         # A tier with leases answers a put when the chunk is there; others have queues of their own.

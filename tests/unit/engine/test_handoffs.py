@@ -267,6 +267,8 @@ def test_a_reset_while_chunks_are_on_their_way_lends_nothing(stack: ExitStack):
     (answer,) = answers(prefill, end_of("a"))
     assert answer.handoff is None
     until("nothing held", lambda: prefill.counts == {"prefill stale": 1} and not place.leases())
+    # The chunk that came after the reset had emptied the tier went again, and no other followed.
+    until("nothing there", lambda: place.stats.puts == 1 and not list(place.keys()))
 
 
 def test_an_expired_lease_is_computed(stack: ExitStack):
