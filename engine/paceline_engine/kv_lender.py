@@ -206,8 +206,8 @@ class KVLender:
         """In a thread."""
         num_held = 0
         try:
-            self._put(lending)
-            if not lending.is_aborted:
+            is_there = self._put(lending)
+            if is_there and not lending.is_aborted:
                 num_held = self._shared.hold(lending.holder, lending.keys, self._lease_s)
         except Exception:
             logger.exception("chunks can't be lent; the other engine computes them")
@@ -241,8 +241,8 @@ class KVLender:
             )
             return "lent"
 
-    def _put(self, lending: _Lending) -> None:
-        """Put what the tier lacks there, from the first chunk on, until the time is up."""
+    def _put(self, lending: _Lending) -> bool:
+        """Put what the tier lacks there, from the first chunk on, until the time is up; whether others see it."""
         there = self._shared.find(lending.keys, lending.until)
         for index in range(there, len(lending.keys)):
             content = lending.contents[index]
@@ -256,8 +256,8 @@ class KVLender:
                 Chunk(lending.keys[index], as_bytes(content()).toreadonly(), parent, lending.tenant)
             ):
                 break
-        if there < len(lending.keys):
-            self._shared.settle()
+        # What was there may wait in a queue of this process, where no other engine finds it.
+        return self._shared.settle(lending.until)
 
     def _refuse(self, request_id: str, outcome: Outcome) -> bool:
         self._book.note(request_id, "prefill", outcome, self._wall_clock())

@@ -23,7 +23,7 @@ class Drain:
         """Wait for the writers, then have every durable level flush, side by side; whether all did in time."""
         if not self._wait_idle(until):
             return False
-        begun = [_begin(level, level.flush) for level in self._durable]
+        begun = [begin(level, level.flush) for level in self._durable]
         return sum(wait(until) for wait in begun) == len(begun)
 
     def run(self, until: float) -> bool:
@@ -31,7 +31,7 @@ class Drain:
         done = self._wait_idle(until)
         for level in self._levels if self._durable else ():
             if not level.options.is_durable:
-                done &= _begin(self._durable[0], partial(self._move, level, self._durable[0], until))(until)
+                done &= begin(self._durable[0], partial(self._move, level, self._durable[0], until))(until)
         return self.flush(until) and done
 
     def _wait_idle(self, until: float) -> bool:
@@ -61,7 +61,7 @@ class Drain:
             )
 
 
-def _begin(level: Level, work: Callable[[], bool]) -> Callable[[float], bool]:
+def begin(level: Level, work: Callable[[], bool]) -> Callable[[float], bool]:
     """Have a writer of the level do it, for the place may hang; what waits for its answer: False if there is none."""
     answers: list[bool] = []
     ended = Event()

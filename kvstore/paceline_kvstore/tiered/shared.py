@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from paceline_kvstore.keys import ChunkKey
+from paceline_kvstore.tiered.drain import begin
 from paceline_kvstore.tiered.level import Level
 from paceline_kvstore.tiered.store import TieredStore
 from paceline_kvstore.tiered.writes import Chunk
@@ -73,10 +74,10 @@ class SharedLevel:
         """Forget a chunk there."""
         self._level.delete(key)
 
-    def settle(self) -> bool:
-        """Wait until others find what was put."""
+    def settle(self, until: float) -> bool:
+        """Wait until others find what was put, by whomever in this process; False if they don't by then."""
         # A tier with leases answers a put when the chunk is there; others have queues of their own.
-        return self._leases is not None or self._level.flush()
+        return self._leases is not None or begin(self._level, self._level.flush)(until)
 
     def hold(self, holder: str, keys: Sequence[ChunkKey], seconds: float) -> int:
         """Keep the leading chunks that are there, and how many those are."""

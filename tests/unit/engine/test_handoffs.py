@@ -228,6 +228,28 @@ def test_a_dead_tier_lends_nothing_and_the_answer_comes(stack: ExitStack):
     assert (prefill.counts["prefill late"], decode.counts) == (1, {"decode lease": 1})
 
 
+def test_what_only_waits_to_be_written_is_not_lent(stack: ExitStack, monkeypatch: pytest.MonkeyPatch):
+    """As in S3: a put only queues, a lookup finds what is queued, and no other engine does before the flush."""
+    is_up = threading.Event()
+    stack.callback(is_up.set)
+    place = MemoryTier(1 << 20)
+    monkeypatch.setattr(place, "flush", lambda: is_up.wait(SECONDS))
+    level = Level(place, LevelOptions(name="s3", is_indexed=False, is_durable=True, is_shared=True))
+    prefill = open_handoffs(TieredStore([level]), Copier(), NAMESPACE, TOKENS)
+    stack.callback(prefill.close)
+    for link in chain(3):  # The engine's own write-behind was there first.
+        place.put(ChunkKey(NAMESPACE, link, TOKENS), bytes(BYTES))
+    assert prefill.lender is not None
+    begun = time.monotonic()
+    prefill.lender.lend("a", chain(3), range(6), 0.1)
+    (answer,) = answers(prefill, end_of("a"))
+    assert answer.handoff is None
+    assert prefill.counts == {"prefill late": 1}
+    assert time.monotonic() - begun < SECONDS / 2
+    is_up.set()
+    assert lend(prefill, "b") is not None
+
+
 def test_chunks_of_another_namespace_are_computed(stack: ExitStack):
     place = Place()
     prefill, decode = engine(stack, place), engine(stack, place, namespace=bytes.fromhex("cd" * 32))
