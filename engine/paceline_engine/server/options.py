@@ -128,7 +128,9 @@ def kv_store_document(file: Path | None, disk: Path | None, disk_capacity: int |
     try:
         document = json.loads(text)
         parse_settings(document)
-    except (BadSettings, json.JSONDecodeError) as error:
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{flag} isn't JSON: {error}") from error
+    except BadSettings as error:
         raise BadInput(f"{flag}: {error}") from error
     return json.dumps(document)
 

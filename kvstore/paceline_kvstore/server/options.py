@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline_kvstore.config import CAPACITY_MIN, BadSettings, StoreSettings, parse_settings
 from paceline_kvstore.opening import pinned_bytes_default
 from paceline_kvstore.server.limits import Limits
+from paceline_kvstore.tiered.store import PIN_SECONDS_MAX
 from paceline_kvstore.wire.address import UNIX_PATH_BYTES_MAX, is_loopback
 from paceline_kvstore.wire.tls import ServerTls
 
@@ -96,6 +97,8 @@ class ServeOptions:
         for flag, seconds in (("--frame-timeout", self.frame_timeout), ("--idle-timeout", self.idle_timeout)):
             if seconds <= 0:
                 raise BadInput(f"{flag} must be more than 0 s")
+        if not 0 < self.max_pin_time <= PIN_SECONDS_MAX:
+            raise BadInput(f"--max-pin-time must be more than 0 s and at most {PIN_SECONDS_MAX / 3600:g} h")
         return Limits(
             connections=self.max_connections,
             chunk_bytes=max_chunk,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.policy.chains import Chains
-from paceline_kvstore.tiered.store import PIN_SECONDS_MAX, PROBE_SECONDS, TieredStore
+from paceline_kvstore.tiered.store import PROBE_SECONDS, TieredStore
 from paceline_kvstore.tiered.tier import StoreTier
 
 ADMIN = "admin"
@@ -42,7 +42,7 @@ class NodeStore:
     def __init__(self, store: TieredStore, *, pin_seconds_max: float = 600.0) -> None:
         self.tiered = store
         self.tier = StoreTier(store)
-        self.pin_seconds_max = min(pin_seconds_max, PIN_SECONDS_MAX)
+        self.pin_seconds_max = pin_seconds_max
 
     @property
     def pinned(self) -> Pinned:

@@ -54,7 +54,10 @@ def test_a_wrong_option_says_what_is_wrong_and_exits_2(arguments: tuple[str, ...
         (("--model", "gs://bucket/x"), "gs:// is not built yet"),
         (("--model", SMOLLM2, "--internal-token-file", "/no/such"), "can't read --internal-token-file"),
         (("--model", SMOLLM2, "--kv-store-config", "/no/such"), "can't read --kv-store-config"),
-        (("--model", SMOLLM2, "--kv-store-config", "/dev/null"), "--kv-store-config /dev/null: Expecting value"),
+        (
+            ("--model", SMOLLM2, "--kv-store-config", "/dev/null"),
+            "--kv-store-config /dev/null isn't JSON: Expecting value",
+        ),
         (("--model", SMOLLM2, "--kv-store-disk-capacity", "1Gi"), "needs --kv-store-disk"),
         (("--model", SMOLLM2, "--kv-store-disk", "/x", "--kv-store-config", "/y"), "give one of them"),
         (("--model", SMOLLM2, "--kv-store-disk", "/x", "--kv-store-disk-capacity", "1Ki"), "disk.capacity: 1024 bytes"),

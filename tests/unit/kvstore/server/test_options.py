@@ -38,6 +38,8 @@ from paceline_kvstore.server.options import BadInput, ServeOptions, bind_sockets
         (["--max-connections", "0"], "Invalid value for '--max-connections'"),
         (["--ttl", "0s"], "--ttl must be more than 0 s"),
         (["--frame-timeout", "0s"], "--frame-timeout must be more than 0 s"),
+        (["--max-pin-time", "0s"], "--max-pin-time must be more than 0 s and at most 1 h"),
+        (["--max-pin-time", "2h"], "--max-pin-time must be more than 0 s and at most 1 h"),
         (["--idle-timeout", "0s"], "--idle-timeout must be more than 0 s"),
         (["--socket", "/" + "x" * 200], "longer than 107 bytes"),
         (["--socket", "/nonexistent/kv.sock"], "can't listen on --socket /nonexistent/kv.sock"),
