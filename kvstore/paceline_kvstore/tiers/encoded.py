@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from threading import Lock
 
 from paceline_kvstore import codec, encoding
@@ -13,9 +12,10 @@ from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.stats import TierStats
 from paceline_kvstore.tiers.base import Lease, Tier
+from paceline_kvstore.tiers.wrapper import Wrapper
 
 
-class EncodedTier:
+class EncodedTier(Wrapper):
     """Implements `Tier` around one. What can't be decoded is a miss, dropped and counted; what has no such form is not
     kept.
 
@@ -23,7 +23,7 @@ class EncodedTier:
     """
 
     def __init__(self, tier: Tier, form: Encoding, element: Element) -> None:
-        self.tier = tier
+        super().__init__(tier)
         self.quarantine = Quarantine()
         self._form = form
         self._element = element
@@ -40,14 +40,6 @@ class EncodedTier:
             stats.corrupt += self._corrupt
             stats.refused += self._refused
         return stats
-
-    @property
-    def bytes_used(self) -> int:
-        return self.tier.bytes_used
-
-    @property
-    def capacity(self) -> int:
-        return self.tier.capacity
 
     def put(
         self,
@@ -83,24 +75,6 @@ class EncodedTier:
     def lease(self, key: ChunkKey, *, deadline: float | None = None) -> Lease | None:
         payload = self.get(key, deadline=deadline)
         return None if payload is None else Lease(payload)
-
-    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
-        return self.tier.contains(keys, deadline=deadline)
-
-    def delete(self, key: ChunkKey) -> bool:
-        return self.tier.delete(key)
-
-    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
-        return self.tier.clear(namespace=namespace, tenant=tenant)
-
-    def keys(self) -> Iterator[ChunkKey]:
-        return self.tier.keys()
-
-    def flush(self) -> bool:
-        return self.tier.flush()
-
-    def close(self) -> None:
-        self.tier.close()
 
     def _decode(self, key: ChunkKey, encoded: memoryview) -> memoryview | None:
         try:

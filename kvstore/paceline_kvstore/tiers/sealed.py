@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -16,6 +16,7 @@ from paceline_kvstore.keys import ChunkKey
 from paceline_kvstore.quarantine import Quarantine
 from paceline_kvstore.stats import TierStats
 from paceline_kvstore.tiers.base import Lease, Tier
+from paceline_kvstore.tiers.wrapper import Wrapper
 
 CLOCK_SKEW_S = 300.0
 """A chunk sealed further ahead of this machine's clock counts as too old: its age is unknown."""
@@ -34,7 +35,7 @@ class SealOptions:
     random_bytes: Callable[[int], bytes] = os.urandom
 
 
-class SealedTier:
+class SealedTier(Wrapper):
     """Implements `Tier` around one. A forged, changed, foreign or outlived chunk is a miss and counted.
 
     One that is broken or too old is dropped. One sealed with a key that is not in the ring stays: while keys are being
@@ -42,7 +43,7 @@ class SealedTier:
     """
 
     def __init__(self, tier: Tier, ring: KeyRing, options: SealOptions | None = None) -> None:
-        self.tier = tier
+        super().__init__(tier)
         self.quarantine = Quarantine()
         self._ring = ring
         self._options = options or SealOptions()
@@ -60,14 +61,6 @@ class SealedTier:
             stats.corrupt += self._corrupt
             stats.expired += self._expired
         return stats
-
-    @property
-    def bytes_used(self) -> int:
-        return self.tier.bytes_used
-
-    @property
-    def capacity(self) -> int:
-        return self.tier.capacity
 
     def put(
         self,
@@ -116,24 +109,6 @@ class SealedTier:
             # A signed payload is a view into the lease's memory and keeps it.
             payload = self._open(key, sealed, None)
         return None if payload is None else Lease(payload)
-
-    def contains(self, keys: Sequence[ChunkKey], *, deadline: float | None = None) -> int:
-        return self.tier.contains(keys, deadline=deadline)
-
-    def delete(self, key: ChunkKey) -> bool:
-        return self.tier.delete(key)
-
-    def clear(self, *, namespace: bytes | None = None, tenant: str | None = None) -> int:
-        return self.tier.clear(namespace=namespace, tenant=tenant)
-
-    def keys(self) -> Iterator[ChunkKey]:
-        return self.tier.keys()
-
-    def flush(self) -> bool:
-        return self.tier.flush()
-
-    def close(self) -> None:
-        self.tier.close()
 
     def _open(self, key: ChunkKey, sealed: memoryview, target: memoryview | None) -> memoryview | None:
         options = self._options
