@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from paceline_api.kube import Manifest
-from paceline_api.names import ENV_HOST, PORT_HTTP, port_env
+from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, ENV_HOST, PORT_HTTP, port_env
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, Runtime
 from paceline_operator.planner.pods import http_probe, literal
@@ -84,6 +84,11 @@ class ForeignRuntime:
 
 def engine_of(service: InferenceService) -> EngineSpec:
     return service.spec.engine or EngineSpec()
+
+
+def chat_template_file(service: InferenceService) -> str | None:
+    """Where the pod has the spec's chat template, if there is one."""
+    return None if service.spec.model.chat_template is None else f"{CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}"
 
 
 def extra_args(service: InferenceService) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ on PATH, a laptop has it on PATH, so a shell looks it up.
 
 from __future__ import annotations
 
-from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, INTERNAL_TOKEN_FILE, MODEL_CACHE_DIR
+from paceline_api.names import INTERNAL_TOKEN_FILE, MODEL_CACHE_DIR
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, KvCacheDtype, Runtime, SpeculativeMethod
 from paceline_operator.planner.pods import literal
@@ -19,6 +19,7 @@ from paceline_operator.planner.runtimes.base import (
     ForeignRuntime,
     Launch,
     Weights,
+    chat_template_file,
     engine_of,
     extra_args,
 )
@@ -52,8 +53,7 @@ def _launch(service: InferenceService) -> Launch:
     if engine.kv_cache_dtype is KvCacheDtype.INT8:
         # Values in 8 bits need it.
         values |= {"cache-type-k": "q8_0", "cache-type-v": "q8_0", "flash-attn": "on"}
-    if service.spec.model.chat_template is not None:
-        values["chat-template-file"] = f"{CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}"
+    values["chat-template-file"] = chat_template_file(service)
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
     caching = "--no-cache-prompt" if engine.enable_prefix_caching is False else "--cache-prompt"
     return Launch(

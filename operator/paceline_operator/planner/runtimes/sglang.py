@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR
+from paceline_api.names import MODEL_CACHE_DIR
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, KvCacheDtype, Runtime, SpeculativeMethod
 from paceline_operator.planner.pods import literal
@@ -14,6 +14,7 @@ from paceline_operator.planner.runtimes.base import (
     ForeignRuntime,
     Launch,
     Weights,
+    chat_template_file,
     engine_of,
     extra_args,
     flags,
@@ -27,7 +28,6 @@ _PROBE_TIMEOUT_S = 20
 
 def _launch(service: InferenceService) -> Launch:
     source, engine = source_of(service), engine_of(service)
-    template = f"{CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}" if service.spec.model.chat_template is not None else None
     return Launch(
         command=("python3", "-m", "sglang.launch_server"),
         args=(
@@ -38,7 +38,7 @@ def _launch(service: InferenceService) -> Launch:
                     "served-model-name": literal(service.served_name()),
                     "host": HOST,
                     "port": PORT,
-                    "chat-template": template,
+                    "chat-template": chat_template_file(service),
                     "context-length": engine.max_model_len,
                     "max-running-requests": engine.max_num_seqs,
                     "chunked-prefill-size": engine.max_num_batched_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR
+from paceline_api.names import MODEL_CACHE_DIR
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import Runtime
 from paceline_operator.planner.pods import literal
@@ -16,6 +16,7 @@ from paceline_operator.planner.runtimes.base import (
     ForeignRuntime,
     Launch,
     Weights,
+    chat_template_file,
     engine_of,
     extra_args,
     flags,
@@ -28,7 +29,6 @@ _OLD_TAG = re.compile(r":v?0\.[^/]*$")
 
 def _launch(service: InferenceService) -> Launch:
     engine, source = engine_of(service), source_of(service)
-    template = f"{CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}" if service.spec.model.chat_template is not None else None
     return Launch(
         command=("trtllm-serve",),
         args=(
@@ -39,7 +39,7 @@ def _launch(service: InferenceService) -> Launch:
                     "port": PORT,
                     "backend": "pytorch",
                     "revision": literal(source.revision) if source.revision else None,
-                    "chat_template": template,
+                    "chat_template": chat_template_file(service),
                     "max_seq_len": engine.max_model_len,
                     "max_batch_size": engine.max_num_seqs,
                     "max_num_tokens": engine.max_num_batched_tokens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from paceline_api.names import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_KEY, MODEL_CACHE_DIR
+from paceline_api.names import MODEL_CACHE_DIR
 from paceline_api.quantity import parse_quantity
 from paceline_api.v1alpha1 import InferenceService
 from paceline_api.v1alpha1.inference_service import EngineSpec, Runtime, SpeculativeMethod
@@ -21,6 +21,7 @@ from paceline_operator.planner.runtimes.base import (
     ForeignRuntime,
     Launch,
     Weights,
+    chat_template_file,
     engine_of,
     extra_args,
     flags,
@@ -69,7 +70,6 @@ def _launch(service: InferenceService) -> Launch:
 def model_flags(service: InferenceService) -> tuple[str, ...]:
     """What the spec asks for, in vLLM's flags."""
     engine, revision = engine_of(service), source_of(service).revision
-    template = f"{CHAT_TEMPLATE_DIR}/{CHAT_TEMPLATE_KEY}" if service.spec.model.chat_template is not None else None
     memory = engine.kv_cache_memory
     caching = {None: (), True: ("--enable-prefix-caching",), False: ("--no-enable-prefix-caching",)}
     return (
@@ -77,7 +77,7 @@ def model_flags(service: InferenceService) -> tuple[str, ...]:
             {
                 "served-model-name": literal(service.served_name()),
                 "revision": literal(revision) if revision else None,
-                "chat-template": template,
+                "chat-template": chat_template_file(service),
                 "max-model-len": engine.max_model_len,
                 "max-num-seqs": engine.max_num_seqs,
                 "max-num-batched-tokens": engine.max_num_batched_tokens,
